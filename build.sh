@@ -1,0 +1,327 @@
+#!/usr/bin/env bash
+# The one entry for people and CI: see usage() below, or ./build.sh help.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
+cd "$ROOT"
+
+VENV="$ROOT/.venv"
+PYTHON="$VENV/bin/python"
+MODEL="examples/treewy-tiny"
+TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
+# Python versions that pyproject.toml allows, as a test that Python itself can run.
+VERSION_TEST='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'
+
+# Another Python's settings must not leak into ours, and pip must install into .venv.
+unset PYTHONHOME PYTHONPATH
+export PIP_USER=no PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONNOUSERSITE=1
+export RUFF_CACHE_DIR="$ROOT/.cache/ruff"
+# Without a home to write to there is no cache of downloads; pip would only warn about it.
+if [ -z "${PIP_CACHE_DIR:-}${XDG_CACHE_HOME:-}" ] && [ ! -w "${HOME:-/nonexistent}" ]; then
+    export PIP_NO_CACHE_DIR=1
+fi
+# pip and pytest end by themselves on Ctrl-C; what follows them must not run then.
+trap 'exit 130' INT
+
+usage() {
+    cat <<'TEXT'
+Usage: ./build.sh [VERB] [ARGUMENTS]
+
+  (none)                 build and install what this machine can, into .venv
+  demo [PROMPT] [ARGS]   generate text with the shipped model, with and without drafts;
+                         ARGS go to `trtllm-treewy generate` (trtllm-treewy generate --help)
+  test [ARGS]            run the tests; ARGS go to pytest, such as -k NAME or -m slow
+  lint                   ruff, mypy, and shellcheck where installed
+  help                   this text
+
+Every verb first installs what it needs; a second run finds it there.
+
+Environment:
+  TREEWY_PYTHON          the Python to make .venv with (3.10 to 3.13)
+  TREEWY_TORCH_INDEX     package index to take torch from, or "none" for pip's own setting.
+                         Unset, a machine without an NVIDIA GPU whose pip has no settings
+                         takes the small CPU build, and any other what pip's settings give
+  pip's own variables and configuration files are respected
+TEXT
+}
+
+say() { printf '==> %s\n' "$*"; }
+note() { printf '    %s\n' "$*"; }
+die() {
+    printf 'build.sh: %s\n' "$1" >&2
+    shift
+    [ $# -eq 0 ] || printf '  %s\n' "$@" >&2
+    exit 1
+}
+
+# --- Python and the environment ------------------------------------------------------------
+
+# Prints the first Python that pyproject.toml allows. A name on PATH may be a shim that does not
+# run, so that each is tried.
+find_python() {
+    local candidate
+    if [ -n "${TREEWY_PYTHON:-}" ]; then
+        "$TREEWY_PYTHON" -c "$VERSION_TEST" 2>/dev/null ||
+            die "TREEWY_PYTHON=$TREEWY_PYTHON does not run or is not Python 3.10 to 3.13"
+        command -v "$TREEWY_PYTHON"
+        return
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+        if "$candidate" -c "$VERSION_TEST" >/dev/null 2>&1; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.10 to 3.13 found (looked for python3 and python3.10 to python3.13 on PATH)" \
+        "Debian or Ubuntu: sudo apt-get install python3 python3-venv" \
+        "Fedora: sudo dnf install python3" \
+        "or say where one is: TREEWY_PYTHON=/path/to/python3 ./build.sh"
+}
+
+make_venv() {
+    local python version
+    if [ -e "$VENV" ] && ! compgen -G "$VENV/.in*" >/dev/null; then
+        die ".venv exists, was not made by this script and is of no use to it" \
+            "(no pip in it, or not Python 3.10 to 3.13); remove it and run this again"
+    fi
+    python="$(find_python)"
+    version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    say "Making .venv with $python (Python $version)"
+    rm -rf "$VENV"
+    mkdir "$VENV"
+    touch "$VENV/.incomplete"
+    if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        "$python" -m venv "$VENV"
+    elif "$python" -c 'import virtualenv' 2>/dev/null; then
+        "$python" -m virtualenv --quiet "$VENV"
+    else
+        rm -rf "$VENV"
+        die "$python cannot make a virtual environment: its ensurepip module is missing" \
+            "Debian or Ubuntu: sudo apt-get install python$version-venv" \
+            "or: $python -m pip install --user virtualenv" \
+            "or use another Python: TREEWY_PYTHON=/path/to/python3 ./build.sh"
+    fi
+}
+
+# Whether .venv is whole, runs, and is of the Python that was asked for.
+venv_is_good() {
+    [ -x "$PYTHON" ] && [ ! -e "$VENV/.incomplete" ] || return 1
+    "$PYTHON" -c "$VERSION_TEST" 2>/dev/null && "$PYTHON" -c 'import pip' 2>/dev/null || return 1
+    [ -n "${TREEWY_PYTHON:-}" ] || return 0
+    local version='import sys; print(sys.version_info[:3], sys.base_prefix)'
+    [ "$("$PYTHON" -c "$version")" = "$("$(find_python)" -c "$version")" ]
+}
+
+# What an installation depends on: the requirements, and where the code is (it is installed as
+# links to this folder, so a moved checkout is installed again).
+fingerprint() {
+    { cat pyproject.toml; echo "$ROOT"; } | cksum
+}
+
+has_gpu() {
+    [ -e /proc/driver/nvidia/version ] || [ -e /dev/nvidiactl ] || [ -e /dev/dxg ] ||
+        { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+}
+
+pip_is_configured() {
+    [ -n "${PIP_INDEX_URL:-}${PIP_EXTRA_INDEX_URL:-}${PIP_FIND_LINKS:-}${PIP_NO_INDEX:-}" ] ||
+        "$PYTHON" -m pip config list 2>/dev/null |
+        grep -Eq '(index-url|extra-index-url|find-links|no-index)='
+}
+
+# Prints the index to take torch from; nothing where pip's own settings decide. From PyPI, torch
+# on Linux brings several gigabytes of CUDA libraries, of no use without an NVIDIA GPU.
+torch_index() {
+    case "${TREEWY_TORCH_INDEX:-}" in
+        none) return ;;
+        ?*) echo "$TREEWY_TORCH_INDEX" && return ;;
+    esac
+    [ "$(uname -s)" = Linux ] || return 0
+    if has_gpu || pip_is_configured; then return; fi
+    if reachable "$TORCH_CPU_INDEX/torch/"; then
+        echo "$TORCH_CPU_INDEX"
+    else
+        note "the index of CPU builds does not answer: torch comes with CUDA, a large download" >&2
+    fi
+}
+
+reachable() {
+    "$PYTHON" - "$1" 2>/dev/null <<'CODE'
+import sys, urllib.request
+urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="HEAD"), timeout=5)
+CODE
+}
+
+pip_install() {
+    # Downloads take a while: on a terminal pip shows them, in a log it keeps quiet.
+    local quiet=(--quiet)
+    [ ! -t 1 ] || quiet=()
+    "$PYTHON" -m pip install "${quiet[@]}" "$@"
+}
+
+install_torch_first() {
+    local index requirement
+    index="$(torch_index)"
+    [ -n "$index" ] || return 0
+    ! "$PYTHON" -c 'import torch' 2>/dev/null || return 0
+    requirement="$(sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)"
+    say "Installing torch from $index"
+    pip_install --index-url "$index" "$requirement" ||
+        note "that failed; going on with pip's default, which may be a larger download"
+}
+
+# install EXTRA: the package and its extra ("" for none), unless that is done already.
+install() {
+    local extra="$1" stamp="$VENV/.installed-${1:-base}" target="."
+    [ -z "$extra" ] || target=".[$extra]"
+    if venv_is_good && [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ]; then
+        return
+    fi
+    venv_is_good || make_venv
+    # A killed installation leaves this mark, and the next run starts afresh.
+    touch "$VENV/.incomplete"
+    install_torch_first
+    say "Installing trtllm-treewy${extra:+ with what \"$extra\" needs} into .venv"
+    note "the first time this downloads torch and transformers"
+    if ! pip_install --editable "$target"; then
+        rm -f "$VENV/.incomplete" # pip ended by itself, and leaves no half-installed package
+        die "installing failed, see pip's message above; run ./build.sh again to go on"
+    fi
+    "$PYTHON" -c 'import torch, transformers, trtllm_treewy' ||
+        die "what was installed does not load, see above; run ./build.sh again to install afresh"
+    fingerprint >"$stamp"
+    rm -f "$VENV/.incomplete"
+}
+
+# Two runs at once must not install into one environment.
+ensure() {
+    mkdir -p .cache
+    (
+        trap 'exit 130' INT # a subshell starts without the traps
+        ! command -v flock >/dev/null || flock 9
+        for extra in "$@"; do install "$extra" 9>&-; done
+    ) 9>.cache/install.lock
+}
+
+# --- verbs ---------------------------------------------------------------------------------
+
+build() {
+    ensure ""
+    summary
+}
+
+summary() {
+    local gpu
+    gpu="$("$PYTHON" - <<'CODE'
+import torch
+print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
+CODE
+)"
+    say "Built and installed"
+    "$PYTHON" - <<'CODE'
+import platform
+from importlib.metadata import version
+
+print(f"    trtllm-treewy {version('trtllm-treewy')} in .venv: Python {platform.python_version()}, "
+      f"torch {version('torch')}, transformers {version('transformers')}")
+print("    operators treewy::*: the torch reference, which runs on any device")
+CODE
+    say "Left out"
+    if command -v nvcc >/dev/null; then
+        note "CUDA kernels: not part of this release (nvcc was found, but has nothing to compile)"
+    else
+        note "CUDA kernels: not part of this release (nor is there an nvcc to compile them)"
+    fi
+    note "TensorRT plugin and engines, Triton models: not part of this release"
+    if [ -z "$gpu" ]; then
+        note "GPU: torch sees none on this machine, models run on the CPU"
+    else
+        note "nothing for the GPU but the above: torch runs models on the $gpu"
+    fi
+    say "Next: ./build.sh demo, or .venv/bin/trtllm-treewy --help"
+}
+
+demo() {
+    local prompt="The server reads its configuration file when it starts. If the file cannot be read,"
+    if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
+        prompt="$1"
+        shift
+    fi
+    [ "${1:-}" != "--" ] || shift
+    ensure ""
+    # float32, so that both runs give the same tokens and not only equally good ones.
+    local generate=("$PYTHON" -m trtllm_treewy.cli generate "$MODEL" --prompt "$prompt"
+        --dtype float32 --max-tokens 128)
+    say "With a draft tree of widths 3,3,3"
+    printf '%s' "$prompt"
+    "${generate[@]}" --draft-tree-widths 3,3,3 "$@"
+    say "The same without drafts (text not shown)"
+    "${generate[@]}" --no-speculation "$@" >/dev/null
+}
+
+run_tests() {
+    ensure test
+    "$PYTHON" -m pytest -o cache_dir=.cache/pytest "$@"
+}
+
+lint() {
+    ensure dev
+    local failed=()
+    step ruff-check "$PYTHON" -m ruff check .
+    step ruff-format "$PYTHON" -m ruff format --check .
+    step mypy type_check
+    if command -v shellcheck >/dev/null; then
+        step shellcheck shellcheck build.sh .ci/run
+    else
+        say "shellcheck: not installed, skipped"
+    fi
+    [ ${#failed[@]} -eq 0 ] || die "lint failed: ${failed[*]}"
+    say "lint passed"
+}
+
+# step NAME COMMAND...: runs one check of lint and goes on after a failure.
+step() {
+    say "$1"
+    if ! "${@:2}"; then failed+=("$1"); fi
+}
+
+# mypy over links that lie as the packages lie once installed; messages name the real files.
+type_check() {
+    local tree="$ROOT/.cache/typecheck/trtllm_treewy" status=0
+    rm -rf "$tree"
+    mkdir -p "$tree"
+    ln -s "$ROOT"/trtllm_treewy/* "$ROOT/export" "$ROOT/runtime" "$tree/"
+    (cd "$tree/.." && "$PYTHON" -m mypy --config-file "$ROOT/pyproject.toml" \
+        --cache-dir "$ROOT/.cache/mypy") >"$ROOT/.cache/mypy.log" 2>&1 || status=$?
+    sed -E 's#^trtllm_treewy/(export|runtime)/#\1/#' "$ROOT/.cache/mypy.log"
+    return "$status"
+}
+
+no_arguments() {
+    [ "$2" -eq 0 ] || {
+        printf 'build.sh: %s takes no arguments\n\n' "$1" >&2
+        usage >&2
+        exit 2
+    }
+}
+
+verb="${1:-build}"
+[ $# -eq 0 ] || shift
+case "$verb" in
+    build)
+        no_arguments build $#
+        build
+        ;;
+    demo) demo "$@" ;;
+    test) run_tests "$@" ;;
+    lint)
+        no_arguments lint $#
+        lint
+        ;;
+    help | -h | --help) usage ;;
+    *)
+        printf 'build.sh: unknown verb: %s\n\n' "$verb" >&2
+        usage >&2
+        exit 2
+        ;;
+esac
