@@ -1,0 +1,4 @@
+"""What runs a model: engine, scheduler, state, caches, drafters.
+
+Installs as `trtllm_treewy.runtime`.
+"""

@@ -1,0 +1,389 @@
+"""Paged key/value cache of the attention layers, with provisional rows for draft trees.
+
+A slot's sequence is a list of rows; row r lives in block `block_table[slot, r // block_size]`.
+The pools are `[layers, kv_heads, (num_blocks + 1) * block_size, head_dim]`: heads before rows, so
+that gathered rows go into the products without another copy. The extra last block is a sink:
+writes that must not happen (padding) go there, and rows that do not exist are read from there
+and masked, which keeps every step free of host synchronisation.
+
+What a query may not attend never reaches it, not even as 0 * NaN: scores are selected away and
+rows with non-finite values are cleared before the products. A query that does attend a row with a
+non-finite value gets NaN, so that a fault stays visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trtllm_treewy.batch import PrefillBatch, TreeBatch
+from trtllm_treewy.topology import valid_nodes
+
+
+def block_bytes(
+    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one block, keys and values of all layers."""
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+class KvCache:
+    """Blocks, block tables and lengths of `num_slots` sequences.
+
+    Args:
+        num_layers: attention layers.
+        num_blocks: blocks shared by all sequences.
+        block_size: rows (tokens) a block.
+        num_kv_heads, head_dim: shape of a key or value row.
+        dtype: type of the stored keys and values.
+        device: where the pools live.
+        num_slots: sequences that can be held.
+        max_seq_len: most rows of one sequence, provisional ones included.
+
+    Attributes:
+        k, v: the pools, `[layers, kv_heads, rows, head_dim]`.
+        block_table: int64 `[num_slots, blocks a sequence]` on the device, the sink where unused.
+        lengths: committed tokens of each slot, on the host.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_slots: int,
+        max_seq_len: int,
+    ) -> None:
+        sizes = {
+            "num_layers": num_layers,
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "num_slots": num_slots,
+            "max_seq_len": max_seq_len,
+        }
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"KV cache: {name} must be >= 1, got {value}")
+        self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.num_slots, self.max_seq_len = num_slots, max_seq_len
+        shape = (num_layers, num_kv_heads, (num_blocks + 1) * block_size, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        width = -(-max_seq_len // block_size)
+        self.block_table = torch.full(
+            (num_slots, width), num_blocks, dtype=torch.int64, device=device
+        )
+        self.lengths = [0] * num_slots
+        self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks no sequence holds."""
+        return len(self._free)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of the pools."""
+        return 2 * self.k.numel() * self.k.element_size()
+
+    def reserved(self, slot: int) -> int:
+        """Rows that `slot` has blocks for."""
+        self._check_slot(slot)
+        return min(len(self._blocks[slot]) * self.block_size, self.max_seq_len)
+
+    def try_reserve(self, slot: int, num_tokens: int) -> bool:
+        """Make rows `0 .. num_tokens - 1` of `slot` exist; new blocks are zero.
+
+        Returns:
+            False, with nothing changed, when there are too few free blocks.
+
+        Raises:
+            ValueError: for a slot out of range or more rows than `max_seq_len`.
+        """
+        self._check_slot(slot)
+        if num_tokens > self.max_seq_len:
+            raise ValueError(
+                f"KV cache: slot {slot} needs {num_tokens} rows, max_seq_len is "
+                f"{self.max_seq_len}; shorten the prompt, lower max_tokens or the draft tree's "
+                "nodes, or raise max_seq_len"
+            )
+        held = len(self._blocks[slot])
+        more = -(-num_tokens // self.block_size) - held
+        if more <= 0:
+            return True
+        if more > len(self._free):
+            return False
+        blocks = [self._free.pop() for _ in range(more)]
+        self._blocks[slot] += blocks
+        ids = torch.tensor(blocks, device=self.k.device)
+        self.block_table[slot, held : held + more] = ids
+        for pool in (self.k, self.v):
+            self._by_block(pool)[:, :, ids] = 0
+        return True
+
+    def free(self, slot: int) -> None:
+        """Give back every block of `slot`, if any; its length becomes 0."""
+        self._check_slot(slot)
+        self._free += reversed(self._blocks[slot])
+        self._blocks[slot] = []
+        self.block_table[slot] = self.num_blocks
+        self.lengths[slot] = 0
+
+    def advance(self, slot: int, num_tokens: int) -> None:
+        """Count `num_tokens` more rows of `slot` as committed."""
+        length = self.lengths[self._check_slot(slot)] + num_tokens
+        if num_tokens < 0 or length > self.reserved(slot):
+            raise ValueError(
+                f"KV cache: slot {slot} of length {self.lengths[slot]} cannot advance by "
+                f"{num_tokens}; {self.reserved(slot)} rows are reserved"
+            )
+        self.lengths[slot] = length
+
+    def verify(self, tree: TreeBatch) -> TreeAttention:
+        """Attention of a draft tree over its context and its own ancestors.
+
+        Node t is written to the provisional row `context_len + t`; it attends the committed rows
+        and the rows of its ancestors and itself. Padded nodes write nothing and output zero.
+        """
+        nodes = tree.parents.shape[1]
+        index = torch.arange(nodes, device=tree.parents.device)
+        real = valid_nodes(tree.parents, tree.num_nodes)
+        offsets = torch.where(real, tree.context_lens.long()[:, None] + index, -1)
+
+        rows = torch.arange(tree.max_context + nodes, device=offsets.device)
+        behind = rows - tree.context_lens.long()[:, None]  # [B, S], node index of a row
+        own = tree.ancestors.gather(2, behind.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1))
+        mask = (behind < 0)[:, None] | (own & ((behind >= 0) & (behind < nodes))[:, None])
+        return self.step(tree.slot, offsets, mask & real[:, :, None])
+
+    def step(self, slot: Tensor, write_offsets: Tensor, mask: Tensor) -> TreeAttention:
+        """The general step: write some rows, then attend under any mask.
+
+        Args:
+            slot: int [B], -1 for a padded row: nothing read or written, output zero.
+            write_offsets: int [B, Nq], the row of its sequence where each query's key and value
+                go, -1 for nowhere.
+            mask: bool [B, Nq, S], the rows `0 .. S-1` of the sequence that each query attends,
+                those just written included. A query that attends nothing outputs zero.
+
+        Raises:
+            ValueError: on the CPU, for a slot out of range or a row that is not reserved. On a
+                device nothing is checked: such a write goes to the sink.
+        """
+        batch, queries = write_offsets.shape
+        if mask.shape[:2] != (batch, queries) or slot.shape != (batch,):
+            raise ValueError(
+                f"KV cache step: slot [B], write_offsets [B, Nq] and mask [B, Nq, S] disagree: "
+                f"{list(slot.shape)}, {list(write_offsets.shape)}, {list(mask.shape)}"
+            )
+        self._check_writes(slot, write_offsets)
+        rows = torch.arange(mask.shape[2], device=slot.device)
+        read = self._physical(slot, rows.expand(batch, -1))
+        allowed = mask & (read < self._sink)[:, None]
+        return TreeAttention(self, self._physical(slot, write_offsets), read, allowed)
+
+    def prefill(self, batch: PrefillBatch) -> PrefillAttention:
+        """Causal attention of prompt tokens, appended behind `context_lens` of each sequence.
+
+        The caller advances the lengths once the step has run. Slots are read on the host.
+
+        Raises:
+            ValueError: for a slot out of range or rows that are not reserved.
+        """
+        slots = batch.slot.tolist()
+        for slot, context, length in zip(
+            slots, batch.context_lens_host, batch.seq_lens_host, strict=True
+        ):
+            if slot != -1:
+                self._check_row(slot, context + length - 1)
+        return PrefillAttention(self, slots, batch)
+
+    def compact(self, slot: Tensor, path: Tensor, base: Tensor) -> None:
+        """Move the accepted nodes' rows together: row `base + path[p]` becomes row `base + p`.
+
+        All layers, gathered before anything is written, so the accepted nodes may lie anywhere.
+
+        Args:
+            slot: int [B], -1 for a row to skip.
+            path: int64 [B, P], accepted node indices from the root on, -1 beyond.
+            base: int [B], committed rows before this step.
+        """
+        start = base.long()[:, None]
+        column = torch.arange(path.shape[1], device=path.device)
+        source = self._physical(slot, torch.where(path >= 0, start + path, -1)).flatten()
+        target = self._physical(slot, torch.where(path >= 0, start + column, -1)).flatten()
+        for pool in (self.k, self.v):
+            pool[:, :, target] = pool[:, :, source]
+
+    @property
+    def _sink(self) -> int:
+        """First physical row of the sink block."""
+        return self.num_blocks * self.block_size
+
+    def _by_block(self, pool: Tensor) -> Tensor:
+        return pool.unflatten(2, (self.num_blocks + 1, self.block_size))
+
+    def _physical(self, slot: Tensor, rows: Tensor) -> Tensor:
+        """Physical rows of `rows` [B, R] of each slot; the sink for slot -1, row -1 or no block."""
+        block = rows // self.block_size
+        exists = (slot >= 0)[:, None] & (rows >= 0) & (block < self.block_table.shape[1])
+        table = self.block_table[slot.long().clamp(0, self.num_slots - 1)]
+        ids = table.gather(1, torch.where(exists, block, 0))
+        return torch.where(exists, ids, self.num_blocks) * self.block_size + rows % self.block_size
+
+    def _check_slot(self, slot: int) -> int:
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"KV cache: slot must be in [0, {self.num_slots}), got {slot}")
+        return slot
+
+    def _check_row(self, slot: int, row: int) -> None:
+        if row >= self.reserved(slot):
+            raise ValueError(
+                f"KV cache: row {row} of slot {slot} is not reserved ({self.reserved(slot)} rows "
+                "are); reserve it with try_reserve first"
+            )
+
+    def _check_writes(self, slot: Tensor, write_offsets: Tensor) -> None:
+        """The checks that would make a GPU step wait for its device; made on the CPU only."""
+        if slot.device.type != "cpu" or write_offsets.shape[1] == 0:
+            return
+        for one, row in zip(slot.tolist(), write_offsets.amax(1).tolist(), strict=True):
+            if one != -1:
+                self._check_row(one, row)
+
+
+class TreeAttention:
+    """Attention step of `KvCache.step`: metadata made once, used by every layer."""
+
+    def __init__(self, cache: KvCache, write: Tensor, read: Tensor, allowed: Tensor) -> None:
+        self._cache = cache
+        rows = cache.k.shape[2]
+        head = torch.arange(cache.num_kv_heads, device=read.device)[:, None] * rows
+        # Row indices into a layer's pool seen as [kv_heads * rows, head_dim].
+        self._write = (head + write.reshape(1, -1)).flatten()
+        self._read = (head + read.reshape(1, -1)).flatten()
+        self._allowed = allowed
+        self._attends = allowed.any(-1)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Write this layer's rows and attend.
+
+        Args:
+            layer: attention layer, counted from 0.
+            q: [B, Nq, heads, D].
+            k, v: [B, Nq, kv_heads, D].
+            scale: factor of the scores.
+
+        Returns:
+            [B, Nq, heads, D] in `q.dtype`: softmax(scale * q k^T) v over the allowed rows, with
+            the softmax and both products in float32 (float64 for float64 inputs).
+        """
+        batch, queries, heads, dim = q.shape
+        cache = self._cache
+        groups = heads // cache.num_kv_heads
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        keys = self._exchange(cache.k[layer], k, batch).to(dtype)
+        values, bad = _clear_non_finite(self._exchange(cache.v[layer], v, batch).to(dtype))
+
+        # [kv_heads, B, groups * Nq, D]: the query heads of one key head share its rows.
+        grouped = q.to(dtype).unflatten(2, (-1, groups)).permute(2, 0, 3, 1, 4)
+        grouped = grouped.reshape(-1, batch, groups * queries, dim) * scale
+        scores = (grouped @ keys.transpose(-1, -2)).unflatten(2, (groups, queries))
+        scores.masked_fill_(~self._allowed[None, :, None], float("-inf"))
+        out = (scores.softmax(-1).flatten(2, 3) @ values).unflatten(2, (groups, queries))
+
+        faulty = (self._allowed & bad[:, :, None]).any(-1)  # [kv_heads, B, Nq]
+        out = out.masked_fill(faulty[:, :, None, :, None], float("nan"))
+        out = out.masked_fill(~self._attends[None, :, None, :, None], 0.0)
+        return out.permute(1, 3, 0, 2, 4).reshape(batch, queries, heads, dim).to(q.dtype)
+
+    def _exchange(self, pool: Tensor, new: Tensor, batch: int) -> Tensor:
+        """Write new rows into one layer's pool, then gather those to read [kv_heads, B, S, D]."""
+        heads, _, dim = pool.shape
+        flat = pool.view(-1, dim)
+        flat[self._write] = new.permute(2, 0, 1, 3).reshape(-1, dim).to(pool.dtype)
+        return flat.index_select(0, self._read).view(heads, batch, -1, dim)
+
+
+class PrefillAttention:
+    """Attention step of `KvCache.prefill`: one causal call for each sequence."""
+
+    def __init__(self, cache: KvCache, slots: Sequence[int], batch: PrefillBatch) -> None:
+        self._cache = cache
+        self._spans: list[tuple[int, int, int, Tensor]] = []  # start, length, context, rows
+        start = 0
+        for slot, context, length in zip(
+            slots, batch.context_lens_host, batch.seq_lens_host, strict=True
+        ):
+            if slot != -1 and length > 0:
+                rows = torch.arange(context + length, device=cache.k.device)[None]
+                physical = cache._physical(torch.full_like(rows[:, 0], slot), rows)[0]
+                self._spans.append((start, length, context, physical))
+            start += length
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Append this layer's rows and attend causally.
+
+        Args:
+            layer: attention layer, counted from 0.
+            q: [T, heads, D].
+            k, v: [T, kv_heads, D].
+            scale: factor of the scores.
+
+        Returns:
+            [T, heads, D] in `q.dtype`; zero for the tokens of a row with slot -1.
+        """
+        out = torch.zeros_like(q)
+        for start, length, context, rows in self._spans:
+            span = slice(start, start + length)
+            keys, bad_k = self._append(self._cache.k[layer], k[span], rows)
+            values, bad_v = self._append(self._cache.v[layer], v[span], rows)
+            mixed = _causal(q[span], keys.to(q.dtype), values.to(q.dtype), context, scale)
+            # A query sees every earlier row: after the first faulty row all are faulty.
+            faulty = (bad_k | bad_v).int().cummax(1).values[:, context:].bool()
+            faulty = faulty.T.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            out[span] = mixed.masked_fill(faulty[:, :, None], float("nan"))
+        return out
+
+    def _append(self, pool: Tensor, new: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one sequence's new rows; its finite rows [kv_heads, S, D] and the others' mask."""
+        pool[:, rows[-new.shape[0] :]] = new.transpose(0, 1).to(pool.dtype)
+        return _clear_non_finite(pool[:, rows])
+
+
+def _causal(q: Tensor, keys: Tensor, values: Tensor, context: int, scale: float) -> Tensor:
+    """Attention of the last `q.shape[0]` positions [n, heads, D] over rows [kv_heads, S, D]."""
+    length, heads, dim = q.shape
+    kv_heads, rows, _ = keys.shape
+    groups = heads // kv_heads
+    mask = None
+    if context:
+        index = torch.arange(rows, device=q.device)
+        mask = index <= index[context:, None]
+    out = F.scaled_dot_product_attention(
+        q.view(length, kv_heads, groups, dim).permute(1, 2, 0, 3),
+        keys[:, None].expand(-1, groups, -1, -1),
+        values[:, None].expand(-1, groups, -1, -1),
+        attn_mask=mask,
+        is_causal=context == 0,
+        scale=scale,
+    )
+    return out.permute(2, 0, 1, 3).reshape(length, heads, dim)
+
+
+def _clear_non_finite(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero, in place, the rows of [.., D] that hold a NaN or an Inf; also gives their mask [..]."""
+    # Both extremes carry a NaN; two reductions read less than isfinite over every element.
+    bad = ~(rows.amax(-1).isfinite() & rows.amin(-1).isfinite())
+    return rows.masked_fill_(bad[..., None], 0.0), bad

@@ -1,0 +1,414 @@
+"""`LLM`: prompts in, texts out. The names and shapes are those of TensorRT-LLM's LLM API."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .config import ModelConfig
+from .export.checkpoint import load_model, resolve_dtype
+from .llmapi import (
+    KvCacheConfig,
+    MTPDecodingConfig,
+    kv_cache_config_from,
+    speculation_config_from,
+)
+from .outputs import CompletionOutput, RequestOutput
+from .runtime.build import build_engine
+from .runtime.detokenizer import Detokenizer
+from .runtime.request import Request
+from .sampling_params import SamplingParams
+from .tokenizer import end_token_ids, load_tokenizer
+
+PromptInput = str | Sequence[int] | Mapping[str, Any]
+DEFAULT_MAX_SEQ_LEN = 8192
+
+
+class LLM:
+    """A model, loaded and ready to generate.
+
+    Args:
+        model: directory of a Hugging Face checkpoint (`qwen3_5`, `qwen3_5_text`, `qwen3_5_moe`).
+        tokenizer: directory of the tokenizer; the model's own by default.
+        skip_tokenizer_init: do without a tokenizer; prompts are token ids then, and no text comes
+            back.
+        tensor_parallel_size: 1 in this version.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        speculative_config: `MTPDecodingConfig` or a dict of its fields; None decodes without
+            drafts.
+        kv_cache_config: `KvCacheConfig` or a dict of its fields.
+        max_batch_size: sequences decoded together; each holds a state slot.
+        max_seq_len: tokens of a sequence, prompt and output; by default the smaller of the
+            model's limit and 8192.
+        max_num_tokens: tokens of one engine step: prompt tokens, or tree nodes of all sequences.
+        device: a torch device; by default a GPU where torch finds one.
+        progress: called with (tensors done, tensors in all) while the checkpoint loads.
+
+    Raises:
+        FileNotFoundError: the checkpoint, or a part of it, is not there.
+        ValueError: the checkpoint or a setting is not usable; the message says which, what was
+            expected and what came.
+        MemoryError: the caches do not fit; the message says what to lower, and by how much.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        skip_tokenizer_init: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str | torch.dtype = "auto",
+        speculative_config: MTPDecodingConfig | Mapping[str, Any] | None = None,
+        kv_cache_config: KvCacheConfig | Mapping[str, Any] | None = None,
+        max_batch_size: int = 8,
+        max_seq_len: int | None = None,
+        max_num_tokens: int = 8192,
+        device: str | torch.device | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size is {tensor_parallel_size}, expected 1: this version runs "
+                "on one device"
+            )
+        self.speculation = speculation_config_from(speculative_config)
+        cache_config = kv_cache_config_from(kv_cache_config)
+        directory = Path(model)
+        self.config = ModelConfig.from_pretrained(directory)
+        self._end_ids = end_token_ids(directory, self.config)
+        self.tokenizer: Any = None
+        if not skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(Path(tokenizer or directory))
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if max_seq_len is None:
+            max_seq_len = min(self.config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+        self._engine, self._memory = build_engine(
+            self.config,
+            lambda: load_model(
+                directory, self.config, dtype=dtype, device=self.device, progress=progress
+            ),
+            self.speculation,
+            cache_config,
+            dtype=resolve_dtype(dtype, self.config),
+            device=self.device,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
+            max_num_tokens=max_num_tokens,
+        )
+        self._lock = threading.RLock()
+        self._handles: dict[int, _Handle] = {}
+        self._next_id = 0
+        self._closed = False
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Cancels what still runs. Safe to call twice; nothing can be generated afterwards."""
+        with self._lock:
+            self._engine.cancel([handle.request for handle in self._handles.values()])
+            self._handles.clear()
+            self._closed = True
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes of one sequence.
+
+        `state_bytes` (recurrent and conv state), `stash_bytes` (what verification leaves for the
+        commit), `snapshot_bytes` (what a full state for every node of the tree would have taken
+        instead) and `kv_bytes_per_token`.
+        """
+        return dict(self._memory)
+
+    def generate(
+        self,
+        inputs: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Generates for one prompt or for several, and waits for all of them.
+
+        Args:
+            inputs: a text, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a
+                list of any of these.
+            sampling_params: one for all prompts, or a list with one for each.
+            use_tqdm: show a progress bar over the prompts on stderr.
+
+        Returns:
+            One output for a single prompt, else a list in the order of `inputs`.
+
+        Raises:
+            ValueError: a prompt or a setting is not usable; then nothing was started.
+        """
+        single = _is_single(inputs)
+        prompts: Sequence[Any] = [inputs] if single else list(inputs)
+        params = _params_for(prompts, sampling_params)
+        with self._lock:
+            handles = self._submit(prompts, params)
+            try:
+                self._run(handles, use_tqdm)
+            finally:
+                self._release(handles)
+        outputs = [handle.output() for handle in handles]
+        return outputs[0] if single else outputs
+
+    def generate_async(
+        self,
+        inputs: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        streaming: bool = False,
+    ) -> RequestStream:
+        """Starts one request; iterate over what comes back, with `for` or with `async for`.
+
+        Args:
+            inputs: one prompt, as for `generate`.
+            sampling_params: how to decode it.
+            streaming: yield an output after every engine step that brought something new, with
+                the news in `text_diff` and `token_ids_diff`; otherwise yield the whole at the end.
+
+        Raises:
+            ValueError: the prompt or a setting is not usable.
+        """
+        params = sampling_params or SamplingParams()
+        with self._lock:
+            (handle,) = self._submit([inputs], [params])
+        return RequestStream(self, handle, streaming)
+
+    def _submit(
+        self, prompts: Sequence[PromptInput], params: Sequence[SamplingParams]
+    ) -> list[_Handle]:
+        """Checks every prompt first, then queues them all."""
+        if self._closed:
+            raise RuntimeError("this LLM was shut down")
+        handles = [self._make_handle(*pair) for pair in zip(prompts, params, strict=True)]
+        for handle in handles:
+            self._engine.check(handle.request)
+        for handle in handles:
+            self._engine.add(handle.request)
+            self._handles[handle.request.request_id] = handle
+        return handles
+
+    def _make_handle(self, prompt: PromptInput, params: SamplingParams) -> _Handle:
+        params.validate()
+        text, token_ids = self._read_prompt(prompt, params)
+        detokenizer = None
+        if self.tokenizer is not None and params.detokenize:
+            detokenizer = Detokenizer(
+                self.tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop_strings,
+                include_stop=params.include_stop_str_in_output,
+            )
+        elif params.stop_strings:
+            raise ValueError("stop strings need a tokenizer, but skip_tokenizer_init is set")
+        request = Request(
+            request_id=self._next_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            end_ids=frozenset(params.end_ids(self._end_ids)),
+        )
+        self._next_id += 1
+        return _Handle(request, text, detokenizer, self.speculation.enabled)
+
+    def _read_prompt(
+        self, prompt: PromptInput, params: SamplingParams
+    ) -> tuple[str | None, tuple[int, ...]]:
+        text, ids = _split_prompt(prompt)
+        if ids is None:
+            if self.tokenizer is None:
+                raise ValueError(
+                    "a text prompt needs a tokenizer, but skip_tokenizer_init is set; pass token "
+                    "ids"
+                )
+            ids = self.tokenizer.encode(text, add_special_tokens=params.add_special_tokens)
+        if not len(ids):
+            raise ValueError(f"prompt {text!r} has no tokens, expected at least one")
+        for index, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, Integral):
+                raise ValueError(f"prompt token {index} is {token!r}, expected an integer id")
+            if not 0 <= int(token) < self.config.vocab_size:
+                raise ValueError(
+                    f"prompt token {index} is {token}, expected an id in "
+                    f"[0, vocab_size={self.config.vocab_size})"
+                )
+        return text, tuple(int(token) for token in ids)
+
+    def _run(self, handles: Sequence[_Handle], use_tqdm: bool) -> None:
+        from tqdm import tqdm
+
+        with tqdm(total=len(handles), disable=not use_tqdm, unit="prompt") as bar:
+            while running := [handle for handle in handles if not handle.finished]:
+                bar.update(len(handles) - len(running) - bar.n)
+                self._step()
+            bar.update(len(handles) - bar.n)
+
+    def _step(self) -> None:
+        """One engine step, for every request there is, whoever waits for it."""
+        try:
+            self._engine.step()
+        finally:
+            for handle in list(self._handles.values()):
+                handle.update(self._engine.stop)
+                if handle.finished:
+                    del self._handles[handle.request.request_id]
+
+    def _release(self, handles: Sequence[_Handle]) -> None:
+        self._engine.cancel([handle.request for handle in handles])
+        for handle in handles:
+            self._handles.pop(handle.request.request_id, None)
+
+
+class _Handle:
+    """A request with its text; what the caller has been told of it so far."""
+
+    def __init__(
+        self, request: Request, prompt: str | None, detokenizer: Detokenizer | None, drafts: bool
+    ) -> None:
+        self.request = request
+        self._prompt = prompt
+        self._detokenizer = detokenizer
+        self._drafts = drafts
+        self._told_tokens = 0
+        self._told_text = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.request.finished
+
+    @property
+    def has_news(self) -> bool:
+        return self.finished or len(self.request.output_token_ids) > self._told_tokens
+
+    def update(self, stop: Callable[[Request, int, str], None]) -> None:
+        """Turns new tokens into text; calls `stop` where a stop string is complete."""
+        text, request = self._detokenizer, self.request
+        if text is None or text.stopped_by is not None:
+            return
+        text.add(request.output_token_ids[text.num_tokens :], last=request.finished)
+        if text.stopped_by is not None:
+            stop(request, text.num_tokens, text.stopped_by)
+
+    def output(self) -> RequestOutput:
+        """Everything so far; the differences are against the last call."""
+        request = self.request
+        text = self._detokenizer.text if self._detokenizer is not None else ""
+        completion = CompletionOutput(
+            text=text,
+            token_ids=list(request.output_token_ids),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            text_diff=text[self._told_text :],
+            token_ids_diff=request.output_token_ids[self._told_tokens :],
+        )
+        self._told_text, self._told_tokens = len(text), len(request.output_token_ids)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[completion],
+            finished=request.finished,
+            speculation=request.stats if self._drafts else None,
+        )
+
+
+class RequestStream:
+    """The outputs of one `generate_async` request, as they come.
+
+    Whoever iterates moves the engine forward, for all requests in it; so several streams may be
+    read in turn, from one thread or from several. Leave early with `abort`, or by closing the
+    stream, which gives the request's slot back.
+    """
+
+    def __init__(self, llm: LLM, handle: _Handle, streaming: bool) -> None:
+        self._llm, self._handle, self._streaming = llm, handle, streaming
+        self._done = False
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        if self._done:
+            raise StopIteration
+        llm, handle = self._llm, self._handle
+        with llm._lock:
+            while not (handle.finished or (self._streaming and handle.has_news)):
+                llm._step()
+            self._done = handle.finished
+            return handle.output()
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        output = await asyncio.to_thread(next, self, None)
+        if output is None:
+            raise StopAsyncIteration
+        return output
+
+    def result(self) -> RequestOutput:
+        """Waits for the end and returns the whole output."""
+        output = None
+        for output in self:
+            pass
+        return output if output is not None else self._handle.output()
+
+    def abort(self) -> None:
+        """Ends the request where it stands; the next output says "cancelled"."""
+        with self._llm._lock:
+            self._llm._release([self._handle])
+
+    close = abort
+
+
+def _is_single(inputs: Any) -> bool:
+    if isinstance(inputs, (str, Mapping)):
+        return True
+    if not isinstance(inputs, Sequence):
+        raise ValueError(
+            f"inputs must be a text, token ids, a dict, or a list of these, got "
+            f"{type(inputs).__name__}"
+        )
+    return bool(inputs) and all(isinstance(item, Integral) for item in inputs)
+
+
+def _params_for(
+    prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"got {len(params)} sampling_params for {len(prompts)} prompts")
+    return list(params)
+
+
+def _split_prompt(prompt: Any) -> tuple[str | None, Sequence[int] | None]:
+    """Text and token ids of a prompt in any of its forms; one of them may be None."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, Mapping):
+        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+        if unknown or not prompt:
+            raise ValueError(
+                f"a prompt dict has keys 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
+            )
+        return prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if isinstance(prompt, Sequence):
+        return None, prompt
+    raise ValueError(f"a prompt is a text, token ids or a dict, got {type(prompt).__name__}")

@@ -1,0 +1,293 @@
+"""Memory that sequences take under each commit policy, computed before anything is allocated.
+
+Per sequence, with L GDN layers, HV value heads of V x K states, HK key heads, N tree nodes, C conv
+channels, and bytes(x) the size of an element of x:
+
+- state: `L * HV * V * K * bytes(state)`; conv state: `L * (kernel - 1) * C * bytes(activation)`
+- snapshot adds the state of every node: `N * state`
+- reconstruct adds a stash: `L * N * (HV * V * bytes(u) + 4 * HV + C * bytes(activation))`
+  (pseudo-values, a float32 log decay a head, the raw conv inputs)
+- deferred adds to that stash the history of H accepted tokens that a slot keeps:
+  `L * H * (HV * V * bytes(u) + 4 * HK * K + 4 * HV)` and a 4-byte length
+- KV cache: `attention layers * 2 * kv heads * head_dim * bytes(activation)` a token, and the same
+  for the MTP module's own layer
+
+Snapshot is counted without the conv inputs, as engines that snapshot count it; this project's
+snapshot policy keeps them as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .config import ModelConfig
+from .draft_tree import TreeTopology
+from .llmapi import STATE_COMMITS
+
+DEFAULT_DRAFT_TREE_WIDTHS = (3, 3, 3)
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes a sequence takes; `batch_size` sequences take that many times as much.
+
+    Attributes:
+        num_nodes: nodes of the draft tree, the root included (N).
+        history: accepted tokens a slot keeps under `deferred` (H).
+        context_length: tokens the KV cache is counted at.
+        batch_size: sequences that run at once.
+        state_dtype, activation_dtype, stash_dtype: types by torch's names.
+        state: the recurrent state of all GDN layers.
+        conv_state: the conv windows of all GDN layers.
+        snapshots: what `snapshot` adds.
+        stash: what `reconstruct` adds.
+        history_pool: what `deferred` adds to the stash.
+        kv_cache_per_token: keys and values of one token in the model's attention layers.
+        draft_kv_cache_per_token: the same in the MTP module.
+    """
+
+    num_nodes: int
+    history: int
+    context_length: int
+    batch_size: int
+    state_dtype: str
+    activation_dtype: str
+    stash_dtype: str
+    state: int
+    conv_state: int
+    snapshots: int
+    stash: int
+    history_pool: int
+    kv_cache_per_token: int
+    draft_kv_cache_per_token: int
+
+    @property
+    def kv_cache(self) -> int:
+        """The model's keys and values at `context_length`, without the MTP module's."""
+        return self.context_length * self.kv_cache_per_token
+
+    @property
+    def draft_kv_cache(self) -> int:
+        """The MTP module's keys and values at `context_length`."""
+        return self.context_length * self.draft_kv_cache_per_token
+
+    def added(self, policy: str) -> int:
+        """What verification under `policy` adds to the states of a sequence."""
+        amounts = {
+            "reconstruct": self.stash,
+            "deferred": self.stash + self.history_pool,
+            "snapshot": self.snapshots,
+        }
+        if policy not in amounts:
+            raise ValueError(f"policy: expected one of {', '.join(amounts)}; came {policy!r}")
+        return amounts[policy]
+
+    def state_memory(self, policy: str) -> int:
+        """Recurrent state, conv state and what `policy` adds: all that trees cost."""
+        return self.state + self.conv_state + self.added(policy)
+
+    def total(self, policy: str) -> int:
+        """All memory of one sequence, its KV caches at `context_length` included."""
+        return self.state_memory(policy) + self.kv_cache + self.draft_kv_cache
+
+    def ratio_to_snapshot(self, policy: str) -> float:
+        """State memory under `policy` as a part of that under `snapshot`."""
+        snapshot = self.state_memory("snapshot")
+        return self.state_memory(policy) / snapshot if snapshot else 1.0
+
+    def max_sequences(self, memory_bytes: int) -> dict[str, int]:
+        """How many sequences fit into `memory_bytes` (what the weights leave), by policy."""
+        if memory_bytes < 0:
+            raise ValueError(f"memory_bytes: expected at least 0; came {memory_bytes}")
+        return {policy: memory_bytes // self.total(policy) for policy in STATE_COMMITS}
+
+    def require(self, memory_bytes: int, policy: str = "reconstruct") -> None:
+        """Checks that `batch_size` sequences fit into `memory_bytes`.
+
+        Raises:
+            ValueError: they do not; says by how much, and to what each setting would have to fall
+                if it alone were lowered.
+        """
+        needed = self.batch_size * self.total(policy)
+        if needed <= memory_bytes:
+            return
+        raise ValueError(
+            f"memory: batch_size {self.batch_size} with {policy}, {self.num_nodes} tree nodes and "
+            f"context_length {self.context_length} takes {_mib(needed)} MiB, "
+            f"{_mib(needed - memory_bytes)} MiB more than the {_mib(memory_bytes)} MiB there are; "
+            f"{self._advice(memory_bytes, policy)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in bytes, per sequence, for JSON."""
+        return {
+            "num_nodes": self.num_nodes,
+            "history": self.history,
+            "context_length": self.context_length,
+            "batch_size": self.batch_size,
+            "state_dtype": self.state_dtype,
+            "activation_dtype": self.activation_dtype,
+            "stash_dtype": self.stash_dtype,
+            "state_bytes": self.state,
+            "conv_state_bytes": self.conv_state,
+            "kv_cache_bytes_per_token": self.kv_cache_per_token,
+            "kv_cache_bytes": self.kv_cache,
+            "draft_kv_cache_bytes_per_token": self.draft_kv_cache_per_token,
+            "draft_kv_cache_bytes": self.draft_kv_cache,
+            "policies": {
+                policy: {
+                    "added_bytes": self.added(policy),
+                    "state_memory_bytes": self.state_memory(policy),
+                    "ratio_to_snapshot": self.ratio_to_snapshot(policy),
+                    "total_bytes": self.total(policy),
+                    "batch_total_bytes": self.batch_size * self.total(policy),
+                }
+                for policy in STATE_COMMITS
+            },
+        }
+
+    def table(self) -> str:
+        """The plan for people, in MiB."""
+        rows: list[tuple[str, ...]] = [
+            ("policy", "state", "conv state", "added", "sum", "of snapshot", "with KV cache")
+        ]
+        for policy in STATE_COMMITS:
+            amounts = (self.state, self.conv_state, self.added(policy), self.state_memory(policy))
+            ratio = f"{100 * self.ratio_to_snapshot(policy):.1f}%"
+            rows.append((policy, *map(_mib, amounts), ratio, _mib(self.total(policy))))
+        lines = [
+            f"MiB per sequence: {self.num_nodes} tree nodes, state {self.state_dtype}, "
+            f"activations {self.activation_dtype}, stash {self.stash_dtype}, "
+            f"history {self.history}",
+            "",
+            *_aligned(rows),
+            "",
+            f"KV cache at {self.context_length} tokens: {_mib(self.kv_cache)} MiB "
+            f"({self.kv_cache_per_token} bytes a token)"
+            + (f", MTP module {_mib(self.draft_kv_cache)} MiB" if self.draft_kv_cache else ""),
+        ]
+        if self.batch_size > 1:
+            sums = (f"{p} {_mib(self.batch_size * self.total(p))} MiB" for p in STATE_COMMITS)
+            lines.append(f"{self.batch_size} sequences with KV cache: {', '.join(sums)}")
+        return "\n".join(lines)
+
+    def _advice(self, memory_bytes: int, policy: str) -> str:
+        """What each setting would have to be, alone, for the batch to fit."""
+        lower = []
+        if batch_size := memory_bytes // self.total(policy):
+            lower.append(f"batch_size to {batch_size}")
+        share = memory_bytes // self.batch_size
+        per_token = self.kv_cache_per_token + self.draft_kv_cache_per_token
+        tokens = (share - self.state_memory(policy)) // per_token if per_token else 0
+        if tokens > 0:
+            lower.append(f"context_length to {tokens}")
+        per_node = (self.snapshots if policy == "snapshot" else self.stash) // self.num_nodes
+        rest = self.total(policy) - per_node * self.num_nodes
+        nodes = (share - rest) // per_node if per_node else 0
+        if nodes > 0:
+            lower.append(f"the draft tree to {nodes} nodes")
+        fits = [p for p in STATE_COMMITS if self.batch_size * self.total(p) <= memory_bytes]
+        advice = [f"lower {' or '.join(lower)}"] if lower else []
+        advice += [f"choose state_commit {' or '.join(fits)}"] if fits else []
+        return ", or ".join(advice) or (
+            "lowering batch_size, context_length or the draft tree alone is not enough: "
+            "lower several"
+        )
+
+
+def plan(
+    config: ModelConfig,
+    *,
+    draft_tree_widths: Sequence[int] | None = DEFAULT_DRAFT_TREE_WIDTHS,
+    num_nodes: int | None = None,
+    state_dtype: str = "float32",
+    activation_dtype: str = "bfloat16",
+    stash_dtype: str = "float32",
+    context_length: int = 32768,
+    batch_size: int = 1,
+    history: int = 16,
+) -> MemoryPlan:
+    """The memory plan of a model.
+
+    Args:
+        config: the model.
+        draft_tree_widths: children per node, level by level; None or empty is no drafts.
+        num_nodes: nodes of any other tree (root included), instead of `draft_tree_widths`.
+        state_dtype: type of the state pool.
+        activation_dtype: type of conv inputs, conv state and KV cache.
+        stash_dtype: type of the pseudo-values.
+        context_length: tokens a sequence holds in the KV cache.
+        batch_size: sequences that run at once.
+        history: accepted tokens a slot keeps under `deferred`; raised to the longest path.
+
+    Raises:
+        ValueError: a size that is not positive, or an unknown type.
+    """
+    tree = TreeTopology.from_widths(tuple(draft_tree_widths or ()))
+    nodes = tree.num_nodes if num_nodes is None else num_nodes
+    depth = tree.depth if num_nodes is None else 0
+    sizes = {"num_nodes": nodes, "batch_size": batch_size, "history": history}
+    for name, value in {**sizes, "context_length": context_length}.items():
+        if value < (0 if name == "context_length" else 1):
+            raise ValueError(f"{name}: expected a positive number; came {value}")
+    history = max(history, depth + 1)
+    state_bytes = _size_of("state_dtype", state_dtype)
+    activation_bytes = _size_of("activation_dtype", activation_dtype)
+    stash_bytes = _size_of("stash_dtype", stash_dtype)
+    layers, heads = len(config.linear_layers), config.linear_num_value_heads
+    state = layers * config.value_dim * config.linear_key_head_dim * state_bytes
+    kv_per_layer = 2 * config.num_key_value_heads * config.head_dim * activation_bytes
+    window = config.linear_conv_kernel_dim - 1
+    inputs = input_stash_bytes(config, nodes, activation_dtype)
+    entry = config.value_dim * stash_bytes + 4 * config.key_dim + 4 * heads
+    return MemoryPlan(
+        num_nodes=nodes,
+        history=history,
+        context_length=context_length,
+        batch_size=batch_size,
+        state_dtype=state_dtype,
+        activation_dtype=activation_dtype,
+        stash_dtype=stash_dtype,
+        state=state,
+        conv_state=layers * window * config.conv_dim * activation_bytes,
+        snapshots=nodes * state,
+        stash=layers * nodes * config.value_dim * stash_bytes + inputs,
+        history_pool=layers * history * entry + 4,
+        kv_cache_per_token=len(config.attention_layers) * kv_per_layer,
+        draft_kv_cache_per_token=config.mtp_num_hidden_layers * kv_per_layer,
+    )
+
+
+def input_stash_bytes(
+    config: ModelConfig, num_nodes: int, activation_dtype: str = "bfloat16"
+) -> int:
+    """A stash of conv inputs and gates alone: `L * N * (4 * HV + C * bytes(activation))`.
+
+    The commit then computes the pseudo-values of the accepted path again. The part of the default
+    stash that is not pseudo-values.
+    """
+    size = _size_of("activation_dtype", activation_dtype)
+    per_node = 4 * config.linear_num_value_heads + config.conv_dim * size
+    return len(config.linear_layers) * num_nodes * per_node
+
+
+def _size_of(name: str, dtype: str) -> int:
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"{name}: expected one of {', '.join(DTYPE_BYTES)}; came {dtype!r}")
+    return DTYPE_BYTES[dtype]
+
+
+def _mib(amount: int) -> str:
+    return f"{amount / _MIB:.1f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as text: the first column left-aligned, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]

@@ -1,0 +1,44 @@
+"""The multi-token prediction module: drafts the token after the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from .norm import RMSNorm
+from .rotary import rotary_tables
+from .steps import AttentionStep
+
+
+class MultiTokenPredictor(nn.Module):
+    """`norm(layers(fc([pre_fc_norm_embedding(e), pre_fc_norm_hidden(h)])))`.
+
+    The entry of position t takes e, the embedding of token t+1, and h, the final-normed hidden
+    state of position t, and yields a hidden state whose logits are of token t+2. A deeper draft
+    feeds the module its own output as h, the drafted token as e, and position t+1. Attention runs
+    over the module's own KV cache.
+    """
+
+    def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.rotary_dim, self.rope_theta = config.rotary_dim, config.rope_theta
+        self.pre_fc_norm_embedding = RMSNorm(hidden, eps)
+        self.pre_fc_norm_hidden = RMSNorm(hidden, eps)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(hidden, eps)
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionStep
+    ) -> Tensor:
+        """`embedded`, `hidden` [..., hidden], `positions` int64 [...] to [..., hidden]."""
+        pair = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
+        x = self.fc(torch.cat(pair, dim=-1))
+        rotary = rotary_tables(positions, self.rotary_dim, self.rope_theta, x.dtype)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rotary, index, None, attention)
+        return self.norm(x)

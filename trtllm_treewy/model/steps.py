@@ -1,0 +1,53 @@
+"""What a layer needs from its caller: the two seams between the model and everything stateful.
+
+The model definition holds weights and arithmetic. State pools, caches, trees and commit policies
+stand behind these protocols, so the same definition runs a prompt, verifies a tree under any
+policy, and is traced by the exporter. Leading dimensions `...` are `[batch, N]` for a tree and
+`[T]` for packed prompts. `layer` counts layers of the kind concerned from 0.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class GdnStep(Protocol):
+    """The sequence-mixing operators of one step for the Gated DeltaNet layers."""
+
+    def conv(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """Causal depthwise convolution along each node's path, SiLU fused.
+
+        `x` [..., conv_dim], `weight` [conv_dim, kernel]; returns [..., conv_dim].
+        """
+        ...
+
+    def delta_rule(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+    ) -> Tensor:
+        """Gated delta rule; gates and L2 norms are inside.
+
+        `q`, `k` [..., num_k_heads, head_k_dim], `v` [..., num_v_heads, head_v_dim], `a`, `b`
+        [..., num_v_heads]; returns [..., num_v_heads, head_v_dim].
+        """
+        ...
+
+
+class AttentionStep(Protocol):
+    """The attention operator of one step, with its KV cache."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Stores k and v, then attends over what each token may see.
+
+        `q` [..., heads, head_dim], `k`, `v` [..., kv_heads, head_dim]; returns the shape of `q`.
+        """
+        ...
