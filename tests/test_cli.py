@@ -1,0 +1,493 @@
+"""The command line: parsing, what goes to stdout and to stderr, exit codes, interruptions.
+
+`generate` runs here over a stand-in for `LLM` that yields a fixed text word by word; the real one
+is run in test_cli_end_to_end.py.
+"""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import types
+
+import pytest
+
+from trtllm_treewy import cli
+from trtllm_treewy.llmapi import KvCacheConfig, MTPDecodingConfig
+from trtllm_treewy.outputs import AcceptanceStats, CompletionOutput, RequestOutput
+from trtllm_treewy.sampling_params import SamplingParams
+
+WORDS = ["Once ", "upon ", "a ", "time"]
+
+
+class FakeTokenizer:
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize
+        assert add_generation_prompt
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+
+class FakeLLM:
+    """Records what the command asked for."""
+
+    made: list["FakeLLM"] = []
+    words = WORDS
+
+    def __init__(self, model, **settings):
+        self.model, self.settings, self.tokenizer = model, settings, FakeTokenizer()
+        self.prompts, self.params, self.closed, self.aborted = [], None, False, False
+        FakeLLM.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.closed = True
+
+    def memory_report(self):
+        return {"state_bytes": 3 << 20, "stash_bytes": 1536, "snapshot_bytes": 120 << 20}
+
+    def _output(self, prompt, count):
+        stats = None
+        if self.settings["speculative_config"].enabled:
+            stats = AcceptanceStats(num_steps=2, num_drafted=78, num_accepted=2)
+        completion = CompletionOutput(
+            text="".join(self.words[:count]),
+            token_ids=list(range(count)),
+            finish_reason="length" if count == len(self.words) else None,
+            text_diff=self.words[count - 1],
+            token_ids_diff=[count - 1],
+        )
+        return RequestOutput(0, prompt, [1, 2], [completion], True, stats)
+
+    def generate(self, prompts, params):
+        self.prompts, self.params = prompts, params
+        return [self._output(prompt, len(self.words)) for prompt in prompts]
+
+    def generate_async(self, prompt, params, streaming):
+        assert streaming
+        self.prompts, self.params = [prompt], params
+        outputs = (self._output(prompt, count) for count in range(1, len(self.words) + 1))
+        return FakeStream(self, outputs)
+
+
+class FakeStream:
+    def __init__(self, llm, outputs):
+        self.llm, self.outputs = llm, outputs
+
+    def __iter__(self):
+        return self.outputs
+
+    def close(self):
+        self.llm.aborted = True
+
+
+@pytest.fixture
+def fake_llm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trtllm_treewy.llm", types.SimpleNamespace(LLM=FakeLLM))
+    FakeLLM.made = []
+    return FakeLLM
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model directory with an MTP module, as far as its config says."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    config = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+@pytest.fixture
+def no_stdin(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+
+
+def run(*argv):
+    """Exit code of the command, whichever way it ends."""
+    try:
+        return cli.main(list(argv))
+    except SystemExit as exit_:
+        return exit_.code
+
+
+# --- generate ---
+
+
+def test_text_alone_on_stdout(fake_llm, model, capsys):
+    assert run("generate", model, "Tell me") == 0
+    out, err = capsys.readouterr()
+    assert out == "Once upon a time\n"
+    assert "4 tokens in" in err
+    assert "2 verification steps, acceptance length 2.00" in err
+    assert "3.0 MiB and 1.5 KiB to commit from (reconstruct)" in err
+    assert "snapshots of 40 nodes would take 120.0 MiB" in err
+    (llm,) = fake_llm.made
+    assert llm.prompts == ["Tell me"]
+    assert llm.closed
+    assert llm.settings["speculative_config"] == MTPDecodingConfig(draft_tree_widths=(3, 3, 3))
+    assert llm.settings["kv_cache_config"] == KvCacheConfig()
+    assert llm.settings["max_batch_size"] == 1
+    assert llm.params == SamplingParams(max_tokens=cli.DEFAULT_MAX_TOKENS)
+
+
+def test_quiet_leaves_stderr_empty(fake_llm, model, capsys):
+    assert run("generate", model, "Tell me", "--quiet") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_text_that_ends_its_line_gets_no_second_newline(fake_llm, model, capsys, monkeypatch):
+    monkeypatch.setattr(fake_llm, "words", ["one\n"])
+    assert run("generate", model, "p") == 0
+    assert capsys.readouterr().out == "one\n"
+
+
+DRAFTS = [
+    ([], {"draft_tree_widths": (3, 3, 3)}),
+    (["--draft-tree-widths", "2,2"], {"draft_tree_widths": (2, 2)}),
+    (["--draft-tree-parents", "-1,0,0,1"], {"draft_tree_parents": (-1, 0, 0, 1)}),
+    (["--draft-tree-parents=-1,0"], {"draft_tree_parents": (-1, 0)}),
+    (["--max-draft-len", "3"], {"max_draft_len": 3}),
+    (["--dynamic-tree", "20"], {"use_dynamic_tree": True, "max_total_draft_tokens": 20}),
+    (
+        ["--dynamic-tree", "20", "--dynamic-tree-top-k", "5", "--max-draft-len", "6"],
+        {
+            "use_dynamic_tree": True,
+            "max_total_draft_tokens": 20,
+            "dynamic_tree_max_topK": 5,
+            "max_draft_len": 6,
+        },
+    ),
+    (["--no-speculation"], {"draft_tree_widths": ()}),
+]
+
+
+@pytest.mark.parametrize(("flags", "settings"), DRAFTS)
+@pytest.mark.parametrize("commit", ["reconstruct", "deferred", "snapshot"])
+def test_draft_flags(fake_llm, model, flags, settings, commit):
+    assert run("generate", model, "p", *flags, "--state-commit", commit) == 0
+    made = fake_llm.made[0].settings["speculative_config"]
+    assert made == MTPDecodingConfig(state_commit=commit, **settings)
+
+
+def test_no_speculation_summary(fake_llm, model, capsys):
+    assert run("generate", model, "p", "--no-speculation") == 0
+    err = capsys.readouterr().err
+    assert "without drafts" in err
+    assert "acceptance" not in err
+    assert "snapshots" not in err
+
+
+def test_model_without_mtp_decodes_without_drafts(fake_llm, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text"}))
+    assert run("generate", str(tmp_path), "p") == 0
+    assert not fake_llm.made[0].settings["speculative_config"].enabled
+    assert "has no MTP module" in capsys.readouterr().err
+
+
+def test_settings_reach_the_api(fake_llm, model):
+    flags = "--dtype float32 --state-dtype bfloat16 --device cpu --max-seq-len 99 --max-tokens 7"
+    stops = ["--stop", "A", "--stop", "B", "--ignore-eos"]
+    assert run("generate", model, *flags.split(), "p", *stops) == 0
+    (llm,) = fake_llm.made
+    assert (llm.settings["dtype"], llm.settings["device"]) == ("float32", "cpu")
+    assert llm.settings["max_seq_len"] == 99
+    assert llm.settings["kv_cache_config"].state_dtype == "bfloat16"
+    assert llm.params == SamplingParams(max_tokens=7, stop=["A", "B"], ignore_eos=True)
+
+
+def test_prompts_from_everywhere(fake_llm, model, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "prompt.txt"
+    file.write_text("from a file\n\n", encoding="utf-8")
+    stdin = types.SimpleNamespace(buffer=io.BytesIO("aus der Röhre\n".encode()))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    flags = ["--prompt", "flag", "--prompt-file", str(file), "--prompt-file", "-"]
+    assert run("generate", model, "first", "--max-tokens", "4", "second", *flags) == 0
+    prompts = ["first", "second", "flag", "from a file\n", "aus der Röhre"]
+    assert fake_llm.made[0].prompts == prompts
+    assert fake_llm.made[0].settings["max_batch_size"] == 5
+    out, err = capsys.readouterr()
+    assert out == "Once upon a time\n" * 5
+    assert "--- prompt 5 of 5" in err
+
+
+def test_prompt_is_read_from_a_pipe_when_none_is_given(fake_llm, model, monkeypatch):
+    stdin = types.SimpleNamespace(buffer=io.BytesIO(b"piped"), isatty=lambda: False)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run("generate", "--model", model) == 0
+    assert fake_llm.made[0].prompts == ["piped"]
+
+
+def test_json_is_one_object_a_prompt(fake_llm, model, capsys):
+    assert run("generate", "--model", model, "a", "ß", "--json", "-q") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["a", "ß"]
+    assert lines[0]["text"] == "Once upon a time"
+    assert lines[0]["token_ids"] == [0, 1, 2, 3]
+    assert lines[0]["finish_reason"] == "length"
+    assert lines[0]["speculation"]["acceptance_length"] == 2.0
+    assert lines[0]["memory"]["state_bytes"] == 3 << 20
+
+
+def test_chat(fake_llm, model):
+    assert run("generate", model, "Hi", "--chat", "--system", "Be brief") == 0
+    (llm,) = fake_llm.made
+    assert llm.prompts == ["<system>Be brief<user>Hi<assistant>"]
+    assert not llm.params.add_special_tokens
+
+
+def test_chat_without_a_template(fake_llm, model, capsys, monkeypatch):
+    monkeypatch.setattr(FakeTokenizer, "chat_template", None)
+    assert run("generate", model, "Hi", "--chat") == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_chat_template_that_refuses(fake_llm, model, capsys, monkeypatch):
+    import jinja2
+
+    def refuse(*_, **__):
+        raise jinja2.TemplateError("no system message, please")
+
+    monkeypatch.setattr(FakeTokenizer, "apply_chat_template", refuse)
+    assert run("generate", model, "Hi", "--chat") == 2
+    assert "no system message, please" in capsys.readouterr().err
+
+
+ERRORS = [
+    ([], "required: COMMAND"),
+    (["frobnicate"], "invalid choice: 'frobnicate'"),
+    (["generate"], "no model given"),
+    (["generate", "MODEL"], "no prompt given"),
+    (["generate", "MODEL", ""], "the prompt is empty"),
+    (["generate", "MODEL", "p", "--nope", "3"], "unrecognized arguments: --nope"),
+    (["generate", "MODEL", "p", "--max-tok", "3"], "unrecognized arguments: --max-tok"),
+    (["generate", "/no/such/model", "p"], "'/no/such/model' does not exist"),
+    (["generate", "MODEL", "--prompt-file", "/no/such/file"], "/no/such/file"),
+    (["generate", "MODEL", "--prompt-file", "-"], "no standard input"),
+    (["generate", "MODEL", "p", "--max-tokens", "0"], "max_tokens must be an integer >= 1"),
+    (["generate", "MODEL", "p", "--max-tokens", "x"], "invalid int value: 'x'"),
+    (["generate", "MODEL", "p", "--system", "s"], "--system needs --chat"),
+    (["generate", "MODEL", "p", "--draft-tree-widths", "3,x"], "separated by commas, got '3,x'"),
+    (["generate", "MODEL", "p", "--draft-tree-widths", "9,9,9"], "820 nodes.*limit is 128"),
+    (["generate", "MODEL", "p", "--draft-tree-parents", "0,0"], "must start with -1"),
+    (["generate", "MODEL", "p", "--draft-tree-widths", "3", "--no-speculation"], "not allowed"),
+    (["generate", "MODEL", "p", "--draft-tree-widths", "3", "--max-draft-len", "2"], "makes it 1"),
+    (["generate", "MODEL", "p", "--dynamic-tree", "0"], "integer >= 1, got '0'"),
+    (["generate", "MODEL", "p", "--dynamic-tree", "300"], r"in \[0, 127\], got 300"),
+    (["generate", "MODEL", "p", "--dynamic-tree-top-k", "3"], "needs use_dynamic_tree"),
+    (["generate", "MODEL", "p", "--state-commit", "copy"], "invalid choice: 'copy'"),
+    (["generate", "MODEL", "p", "--dtype", "int8"], "invalid choice: 'int8'"),
+    (["plan"], "required: CONFIG"),
+    (["plan", "no-such-model"], "'no-such-model' is neither .* shipped configs: .*35b-a3b"),
+    (["plan", "qwen3.5-35b-a3b", "extra"], "unrecognized arguments: extra"),
+    (["plan", "qwen3.5-35b-a3b", "--memory", "lots"], "size such as 141GB"),
+    (["plan", "qwen3.5-35b-a3b", "--batch-size", "-1"], "expected"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), ERRORS)
+def test_user_errors_are_one_line(argv, message, fake_llm, model, capsys, no_stdin):
+    argv = [model if word == "MODEL" else word for word in argv]
+    assert run(*argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("trtllm-treewy: error: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err), err
+    assert not fake_llm.made  # refused before anything was loaded
+
+
+def test_errors_of_the_engine_are_one_line(fake_llm, model, capsys, monkeypatch):
+    def refuse(self, *_, **__):
+        raise ValueError("model.norm.weight:\n  expected shape [8], got [4]")
+
+    monkeypatch.setattr(FakeLLM, "__init__", refuse)
+    assert run("generate", model, "p") == 2
+    expected = "trtllm-treewy: error: model.norm.weight: expected shape [8], got [4]\n"
+    assert capsys.readouterr().err == expected
+    monkeypatch.setenv("TREEWY_DEBUG", "1")
+    with pytest.raises(ValueError, match="norm.weight"):
+        cli.main(["generate", model, "p"])
+
+
+def test_prompt_file_that_is_not_text(fake_llm, model, tmp_path, capsys):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert run("generate", model, "--prompt-file", str(tmp_path / "binary")) == 2
+    assert "is not UTF-8 text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("141GB", 141 * 10**9),
+        ("80GiB", 80 * 2**30),
+        ("80 gib", 80 * 2**30),
+        ("1.5k", 1500),
+        ("1024", 1024),
+        ("12B", 12),
+        ("2T", 2 * 10**12),
+    ],
+)
+def test_sizes(text, size):
+    assert cli._size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-3GB", "0", "3XB", "inf", "nanGB", "1GB2", "3BB"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(cli.argparse.ArgumentTypeError):
+        cli._size(text)
+
+
+# --- the process itself ---
+
+DRIVER = """
+import sys, time, types
+sys.path[:0] = [{tests!r}]
+from test_cli import FakeLLM
+from trtllm_treewy import cli
+sys.modules["trtllm_treewy.llm"] = types.SimpleNamespace(LLM=FakeLLM)
+
+def words(self, prompt, params, streaming):
+    self._closed_by = None
+    def outputs():
+        for number in range({count}):
+            time.sleep({pause})
+            self.words = ["word\\n"]
+            yield self._output(prompt, 1)
+    class Stream:
+        def __iter__(self): return outputs()
+        def close(self): print("aborted", file=sys.stderr, flush=True)
+    return Stream()
+
+FakeLLM.generate_async = words
+sys.exit(cli.main(["generate", {model!r}, "p"]))
+"""
+
+
+def spawn(code, *argv):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        # A run in the background may ignore SIGINT, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def start(model, *, count, pause):
+    return spawn(
+        DRIVER.format(tests=os.path.dirname(__file__), model=model, count=count, pause=pause)
+    )
+
+
+def test_interrupt_ends_cleanly(model):
+    process = start(model, count=1000, pause=0.05)
+    assert process.stdout.readline() == "word\n"  # text comes while it is generated
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "aborted\n\ninterrupted\n"
+
+
+def test_closed_pipe_ends_quietly(model):
+    process = start(model, count=200_000, pause=0)
+    process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=30) == 141
+    assert err == "aborted\n"
+
+
+def test_interrupt_while_loading_is_not_swallowed(model):
+    """As an import of someone else's module may, with a bare except."""
+    code = """
+        import sys, time, types
+        from trtllm_treewy import cli
+        def load(*_, **__):
+            try:
+                print("loading", flush=True)
+                time.sleep(60)
+            except BaseException:
+                print("swallowed", flush=True)
+        sys.modules["trtllm_treewy.llm"] = types.SimpleNamespace(LLM=load)
+        sys.exit(cli.main(["generate", sys.argv[1], "p"]))
+    """
+    process = spawn(code, model)
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "\ninterrupted\n")
+
+
+def command(*argv):
+    return subprocess.run(
+        [sys.executable, "-m", "trtllm_treewy.cli", *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("argv", [("--help",), ("generate", "--help"), ("plan", "--help")])
+def test_help_is_instant(argv):
+    start = time.perf_counter()
+    result = command(*argv)
+    seconds = time.perf_counter() - start
+    assert result.returncode == 0
+    assert result.stdout.startswith("usage: trtllm-treewy")
+    assert seconds < 5  # importing torch alone takes longer on a small machine
+
+
+def test_importing_the_command_does_not_import_torch():
+    code = "import sys, trtllm_treewy.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_version():
+    from importlib.metadata import version
+
+    assert command("--version").stdout == f"trtllm-treewy {version('trtllm-treewy')}\n"
+
+
+# --- plan, doctor ---
+
+
+def test_plan_json_and_table(capsys):
+    flags = ["--state-dtype", "bfloat16", "--num-nodes", "7", "--memory", "60GB"]
+    assert run("plan", "qwen3.5-35b-a3b", *flags, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["state_bytes"] == 30 * 2**20  # DESIGN.md, section 2
+    assert plan["num_nodes"] == 7
+    assert plan["memory_bytes"] == 60 * 10**9
+    total = plan["policies"]["reconstruct"]["total_bytes"]
+    assert plan["max_sequences"]["reconstruct"] == 60 * 10**9 // total
+    assert run("plan", "Qwen3.5-35B-A3B", *flags) == 0
+    table = capsys.readouterr().out
+    for policy in ("reconstruct", "deferred", "snapshot"):
+        assert policy in table
+    assert f"beside the weights: reconstruct {plan['max_sequences']['reconstruct']}," in table
+
+
+def test_plan_of_a_file_and_of_a_directory(capsys, model):
+    assert run("plan", model, "--json") == 0
+    of_directory = json.loads(capsys.readouterr().out)
+    assert run("plan", os.path.join(model, "config.json"), "--json") == 0
+    assert json.loads(capsys.readouterr().out) == of_directory
+
+
+def test_doctor(capsys):
+    assert run("doctor", "--json") == 0
+    assert json.loads(capsys.readouterr().out)
+    assert run("doctor") == 0
+    assert "torch" in capsys.readouterr().out

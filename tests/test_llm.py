@@ -1,0 +1,365 @@
+"""The LLM class: inputs, stop conditions, streaming, failures, memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import torch
+from checkpoints import hf_config, write_checkpoint
+
+from trtllm_treewy import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
+from trtllm_treewy.runtime import build
+
+TREE = {"draft_tree_widths": [2, 2, 2]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory, hf_config(), seed=3)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    settings = {"dtype": "float32", "device": "cpu", "max_batch_size": 2, "max_seq_len": 128}
+    with LLM(checkpoint, skip_tokenizer_init=True, speculative_config=TREE, **settings) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def text_llm(shipped_model):
+    """The shipped model, with its tokenizer."""
+    with LLM(
+        shipped_model, dtype="float32", device="cpu", speculative_config=TREE, max_seq_len=256
+    ) as llm:
+        yield llm
+
+
+def tokens(llm, prompt, **settings):
+    return llm.generate(prompt, SamplingParams(**settings)).outputs[0].token_ids
+
+
+def slots_are_free(llm):
+    executor = llm._engine._executor
+    return executor.kv_cache.free_blocks == executor.limits.num_blocks
+
+
+def test_forms_of_input(llm):
+    """One prompt or a list; ids, or a dict of them; results in the order of the prompts."""
+    one = llm.generate([5, 6, 7], SamplingParams(max_tokens=4))
+    assert one.prompt_token_ids == [5, 6, 7]
+    assert one.finished
+    assert one.outputs[0].finish_reason == "length"
+    many = llm.generate(
+        [{"prompt_token_ids": [5, 6, 7]}, (9,), [8] * 20], SamplingParams(max_tokens=4)
+    )
+    assert many[0].outputs[0].token_ids == one.outputs[0].token_ids
+    assert [len(o.prompt_token_ids) for o in many] == [3, 1, 20]
+    assert llm.generate([], SamplingParams()) == []
+    assert isinstance(llm.generate([[1, 2]], SamplingParams(max_tokens=1)), list)
+    numpy_ids = list(torch.tensor([5, 6, 7]).numpy())
+    again = llm.generate(numpy_ids, SamplingParams(max_tokens=4))
+    assert again.outputs[0].token_ids == one.outputs[0].token_ids
+
+
+def test_one_sampling_params_each(llm):
+    params = [SamplingParams(max_tokens=n) for n in (1, 9, 3)]
+    outputs = llm.generate([[1], [2], [3]], params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 9, 3]
+    with pytest.raises(ValueError, match="2 sampling_params for 3 prompts"):
+        llm.generate([[1], [2], [3]], params[:2])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "expected at least one"),
+        ([1, 97], r"token 1 is 97, expected an id in \[0, vocab_size=97\)"),
+        ([-1], "token 0 is -1"),
+        ([True], "token 0 is True"),
+        ([1.5], "a prompt is a text, token ids or a dict, got float"),
+        ({"prompt_token_ids": [1, "2"]}, "token 1 is '2', expected an integer"),
+        ("text", "needs a tokenizer"),
+        ({"text": "x"}, "'prompt' or 'prompt_token_ids'"),
+        (7, "must be a text, token ids"),
+        ([[1], 7], "a prompt is a text"),
+        ([1] * 100, "expected at most max_seq_len=128"),
+    ],
+)
+def test_bad_prompts_start_nothing(prompt, message, llm):
+    """A bad prompt among good ones is refused, and the good ones are not run either."""
+    with pytest.raises(ValueError, match=message):
+        llm.generate([prompt] if prompt == [] else prompt, SamplingParams(max_tokens=30))
+    with pytest.raises(ValueError):
+        llm.generate([[1, 2], prompt], SamplingParams(max_tokens=30))
+    assert not llm._engine.has_work
+    assert slots_are_free(llm)
+
+
+def test_end_and_stop_tokens(llm):
+    free = tokens(llm, [5, 6, 7], max_tokens=20)
+    stop = free[5]
+    first = free.index(stop)
+    output = llm.generate([5, 6, 7], SamplingParams(max_tokens=20, stop_token_ids=[stop]))
+    assert output.outputs[0].token_ids == free[: first + 1]
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].stop_reason == stop
+    ended = llm.generate([5, 6, 7], SamplingParams(max_tokens=20, end_id=stop))
+    assert ended.outputs[0].token_ids == free[: first + 1]
+    assert ended.outputs[0].stop_reason is None
+    ignored = tokens(llm, [5, 6, 7], max_tokens=20, end_id=stop, ignore_eos=True)
+    assert ignored == free
+
+
+def test_min_tokens_is_the_same_with_and_without_drafts(llm, checkpoint):
+    """An end token cannot be chosen early, at whatever depth of a tree it would come."""
+    free = tokens(llm, [5, 6, 7], max_tokens=30)
+    settings = {"max_tokens": 30, "end_id": free[2], "min_tokens": 11}
+    with LLM(checkpoint, skip_tokenizer_init=True, dtype="float32", device="cpu") as plain:
+        expected = tokens(plain, [5, 6, 7], **settings)
+    assert tokens(llm, [5, 6, 7], **settings) == expected
+    assert len(expected) >= 11
+    assert free[2] not in expected[:10]
+
+
+def test_streaming_adds_up(llm):
+    whole = llm.generate([3, 1, 4], SamplingParams(max_tokens=25)).outputs[0]
+    pieces, last = [], None
+    for last in llm.generate_async([3, 1, 4], SamplingParams(max_tokens=25), streaming=True):
+        pieces += last.outputs[0].token_ids_diff
+        assert pieces == last.outputs[0].token_ids
+    assert last.finished
+    assert pieces == whole.token_ids
+
+
+def test_streams_side_by_side(llm):
+    """More streams than slots, read in turn; each gives what it would give alone."""
+    params = SamplingParams(max_tokens=12)
+    alone = [tokens(llm, [i, i + 1], max_tokens=12) for i in range(5)]
+    streams = [llm.generate_async([i, i + 1], params, streaming=True) for i in range(5)]
+    found = {}
+    while len(found) < 5:
+        for index, stream in enumerate(streams):
+            output = next(stream, None)
+            if output is not None:
+                found[index] = output.outputs[0].token_ids
+                if not output.finished:
+                    found.pop(index)
+    assert [found[i] for i in range(5)] == alone
+    assert slots_are_free(llm)
+
+
+def test_async_iteration_and_result(llm):
+    expected = tokens(llm, [9, 9], max_tokens=8)
+
+    async def read():
+        stream = llm.generate_async([9, 9], SamplingParams(max_tokens=8), streaming=True)
+        return [output async for output in stream]
+
+    outputs = asyncio.run(read())
+    assert outputs[-1].outputs[0].token_ids == expected
+    result = llm.generate_async([9, 9], SamplingParams(max_tokens=8)).result()
+    assert result.outputs[0].token_ids == expected
+
+
+def test_abort_frees_the_slot(llm):
+    stream = llm.generate_async([1, 2, 3], SamplingParams(max_tokens=90), streaming=True)
+    next(stream)
+    assert not slots_are_free(llm)
+    stream.abort()
+    last = next(stream)
+    assert last.finished
+    assert last.outputs[0].finish_reason == "cancelled"
+    assert slots_are_free(llm)
+    assert next(stream, None) is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("place", ["verify", "commit", "draft", "prefill"])
+def test_failure_in_a_step_leaves_the_engine_usable(place, error, llm, monkeypatch):
+    """Whatever stage fails, nothing stays half done and the next request is right."""
+    expected = tokens(llm, [5, 6, 7], max_tokens=15)
+    executor, calls = llm._engine._executor, []
+    original = getattr(executor, place)
+
+    def failing(*args, **kwargs):
+        calls.append(place)
+        if len(calls) == (1 if place == "prefill" else 3):
+            raise error("boom")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(executor, place, failing)
+    with pytest.raises(error):
+        llm.generate([[5, 6, 7], [1, 2], [3]], SamplingParams(max_tokens=15))
+    monkeypatch.undo()
+    assert not llm._engine.has_work
+    assert slots_are_free(llm)
+    assert tokens(llm, [5, 6, 7], max_tokens=15) == expected
+
+
+def test_shutdown(checkpoint):
+    with LLM(checkpoint, skip_tokenizer_init=True, dtype="float32", device="cpu") as llm:
+        stream = llm.generate_async([1], SamplingParams(max_tokens=50), streaming=True)
+        next(stream)
+    assert next(stream).outputs[0].finish_reason == "cancelled"
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.generate([1])
+
+
+def test_acceptance_statistics(llm, checkpoint):
+    stats = llm.generate([5, 6, 7], SamplingParams(max_tokens=30)).speculation
+    assert stats.num_accepted + stats.num_steps == 29, "the first token is the prompt's"
+    assert stats.num_drafted == 14 * stats.num_steps
+    with LLM(checkpoint, skip_tokenizer_init=True, dtype="float32", device="cpu") as plain:
+        assert plain.generate([5], SamplingParams(max_tokens=3)).speculation is None
+
+
+def test_text_and_stop_strings(text_llm):
+    """Stop strings end the text exactly, with drafts accepted beyond them thrown away."""
+    prompt = "The following function"
+    whole = text_llm.generate(prompt, SamplingParams(max_tokens=40)).outputs[0]
+    assert whole.text == text_llm.tokenizer.decode(whole.token_ids, skip_special_tokens=True)
+    stop = whole.text[len(whole.text) // 2 :][:4]
+    cut = whole.text.index(stop)
+    output = text_llm.generate(prompt, SamplingParams(max_tokens=40, stop=[stop, "\x00"]))
+    assert output.outputs[0].text == whole.text[:cut]
+    assert output.outputs[0].stop_reason == stop
+    assert output.outputs[0].finish_reason == "stop"
+    kept = SamplingParams(max_tokens=40, stop=stop, include_stop_str_in_output=True)
+    assert text_llm.generate(prompt, kept).outputs[0].text == whole.text[: cut + 4]
+    streamed = ""
+    for part in text_llm.generate_async(
+        prompt, SamplingParams(max_tokens=40, stop=stop), streaming=True
+    ):
+        streamed += part.outputs[0].text_diff
+    assert streamed == whole.text[:cut]
+    assert slots_are_free(text_llm)
+
+
+def test_detokenize_off(text_llm):
+    output = text_llm.generate("The", SamplingParams(max_tokens=5, detokenize=False))
+    assert output.outputs[0].text == ""
+    assert len(output.outputs[0].token_ids) == 5
+
+
+def test_end_tokens_of_the_generation_config(checkpoint, tmp_path):
+    """generation_config.json decides over config.json, as in transformers."""
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    settings = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu"}
+    with LLM(tmp_path, **settings) as llm:
+        free = tokens(llm, [5, 6], max_tokens=20)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [96, free[3]]}))
+    with LLM(tmp_path, **settings) as llm:
+        assert tokens(llm, [5, 6], max_tokens=20) == free[: free.index(free[3]) + 1]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 97}))
+    with pytest.raises(ValueError, match="eos_token_id 97 is not an id below vocab_size=97"):
+        LLM(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, expected 1"),
+        ({"max_batch_size": 0}, "max_batch_size must be an integer >= 1"),
+        ({"max_seq_len": 5000}, "max_seq_len is 5000, expected at most"),
+        ({"max_num_tokens": 3}, "max_num_tokens is 3, expected at least max_batch_size"),
+        ({"dtype": "int8"}, "dtype: expected"),
+        ({"speculative_config": {"draft_tree_width": [3]}}, "did you mean 'draft_tree_widths'"),
+        ({"speculative_config": {"draft_tree_widths": [6, 6, 6]}}, "259 nodes"),
+        (
+            {"speculative_config": {"max_draft_len": 30, "state_commit": "deferred"}},
+            "deferred_history is 16, expected at least 31",
+        ),
+        ({"kv_cache_config": {"enable_block_reuse": True}}, "not supported in this version"),
+    ],
+)
+def test_bad_settings(settings, message, checkpoint):
+    with pytest.raises(ValueError, match=message):
+        LLM(checkpoint, skip_tokenizer_init=True, device="cpu", **settings)
+
+
+def test_drafts_need_an_mtp_module(tmp_path):
+    write_checkpoint(tmp_path, hf_config(mtp_num_hidden_layers=0))
+    with pytest.raises(ValueError, match="no MTP module"):
+        LLM(tmp_path, skip_tokenizer_init=True, device="cpu", speculative_config=TREE)
+    with LLM(tmp_path, skip_tokenizer_init=True, device="cpu", dtype="float32") as llm:
+        assert len(tokens(llm, [1], max_tokens=5)) == 5
+
+
+def test_no_tokenizer(checkpoint):
+    with pytest.raises(ValueError, match="expected a tokenizer"):
+        LLM(checkpoint, device="cpu")
+
+
+def test_memory_is_planned_before_it_is_taken(checkpoint, monkeypatch):
+    """The error says what to lower and by how much, and no weight is read before (CASE 27)."""
+    monkeypatch.setattr(build, "free_memory", lambda device: 8 << 20)
+    settings = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
+    seen = []
+    with pytest.raises(MemoryError, match=r"lower max_batch_size by \d+, or the KV tokens"):
+        LLM(checkpoint, max_batch_size=600, progress=lambda *a: seen.append(a), **settings)
+    assert not seen
+
+
+def test_kv_cache_shrinks_to_the_memory_there_is(checkpoint, monkeypatch):
+    """Fewer blocks than all slots could use: requests wait, and come out right."""
+    monkeypatch.setattr(build, "free_memory", lambda device: 3 << 20)
+    settings = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
+    with LLM(checkpoint, max_batch_size=4, max_seq_len=2048, **settings) as llm:
+        assert llm._engine._executor.limits.num_blocks < 4 * 65
+        alone = tokens(llm, [5, 6], max_tokens=5)
+        outputs = llm.generate([[5, 6]] * 6, SamplingParams(max_tokens=1500, end_id=alone[4]))
+    assert all(output.outputs[0].token_ids == alone for output in outputs)
+
+
+def test_request_that_can_never_fit(checkpoint):
+    cache = KvCacheConfig(max_tokens=64)
+    settings = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
+    with LLM(checkpoint, kv_cache_config=cache, **settings) as llm:
+        with pytest.raises(ValueError, match="KV cache, which has 64; raise kv_cache_config"):
+            llm.generate([1] * 60, SamplingParams(max_tokens=10))
+        assert len(tokens(llm, [1], max_tokens=5)) == 5
+
+
+@pytest.mark.parametrize("policy", ["reconstruct", "deferred", "snapshot"])
+def test_memory_report(policy, checkpoint):
+    config = MTPDecodingConfig(draft_tree_widths=(3, 3, 3), state_commit=policy)
+    with LLM(
+        checkpoint,
+        skip_tokenizer_init=True,
+        device="cpu",
+        dtype="float32",
+        speculative_config=config,
+    ) as llm:
+        report = llm.memory_report()
+    state = 3 * 4 * 24 * 16 * 4  # GDN layers, HV, V, K, float32
+    conv = 3 * 3 * (2 * 2 * 16 + 4 * 24) * 4
+    assert report["snapshot_bytes"] == 40 * state
+    if policy == "reconstruct":
+        assert report["state_bytes"] == state + conv
+        per_node = 4 * 24 * 4 + 4 * 4 + (2 * 2 * 16 + 4 * 24) * 4
+        assert report["stash_bytes"] == 3 * 40 * per_node
+    elif policy == "snapshot":
+        assert report["stash_bytes"] > report["snapshot_bytes"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_runs(dtype, checkpoint):
+    """Half types run end to end; tokens may differ from float32's, their number does not."""
+    cache = {"mamba_ssm_cache_dtype": "bfloat16"}
+    with LLM(
+        checkpoint,
+        skip_tokenizer_init=True,
+        device="cpu",
+        dtype=dtype,
+        speculative_config=TREE,
+        kv_cache_config=cache,
+    ) as llm:
+        assert llm._engine._executor.state.state.dtype == torch.bfloat16
+        assert len(tokens(llm, [5, 6, 7], max_tokens=20)) == 20
