@@ -228,11 +228,11 @@ print("    operators treewy::*: the torch reference, which runs on any device")
 CODE
     say "Left out"
     if command -v nvcc >/dev/null; then
-        note "CUDA kernels: not part of this release (nvcc was found, but has nothing to compile)"
+        note "CUDA library: not built by this release, the torch reference serves (nvcc was found)"
     else
-        note "CUDA kernels: not part of this release (nor is there an nvcc to compile them)"
+        note "CUDA library: not built by this release, the torch reference serves (no nvcc either)"
     fi
-    note "TensorRT plugin and engines, Triton models: not part of this release"
+    note "TensorRT plugin and engines, Triton models: not in this release"
     if [ -z "$gpu" ]; then
         note "GPU: torch sees none on this machine, models run on the CPU"
     else

@@ -90,13 +90,6 @@ def check_speculation(speculation: MTPDecodingConfig, config: ModelConfig) -> No
             f"speculative_config drafts {speculation.top_k} tokens below a node, the vocabulary "
             f"has {config.vocab_size}"
         )
-    if speculation.state_commit == "deferred":
-        longest = speculation.max_depth + 1
-        if longest > speculation.deferred_history:
-            raise ValueError(
-                f"deferred_history is {speculation.deferred_history}, expected at least {longest}, "
-                "the longest path of the draft tree with its root"
-            )
 
 
 def make_drafter(executor: TorchExecutor, speculation: MTPDecodingConfig) -> Drafter:
@@ -237,7 +230,10 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _history(speculation: MTPDecodingConfig) -> int | None:
-    return speculation.deferred_history if speculation.state_commit == "deferred" else None
+    """Tokens of a slot's history, at least the longest path of a tree; None where not deferred."""
+    if speculation.state_commit != "deferred":
+        return None
+    return max(speculation.deferred_history, speculation.max_depth + 1)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -1,7 +1,6 @@
 """The command line: parsing, what goes to stdout and to stderr, exit codes, interruptions.
 
-`generate` runs here over a stand-in for `LLM` that yields a fixed text word by word; the real one
-is run in test_cli_end_to_end.py.
+`generate` runs here over a stand-in for `LLM` that yields a fixed text word by word.
 """
 
 import io

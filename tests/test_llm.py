@@ -272,10 +272,6 @@ def test_end_tokens_of_the_generation_config(checkpoint, tmp_path):
         ({"dtype": "int8"}, "dtype: expected"),
         ({"speculative_config": {"draft_tree_width": [3]}}, "did you mean 'draft_tree_widths'"),
         ({"speculative_config": {"draft_tree_widths": [6, 6, 6]}}, "259 nodes"),
-        (
-            {"speculative_config": {"max_draft_len": 30, "state_commit": "deferred"}},
-            "deferred_history is 16, expected at least 31",
-        ),
         ({"kv_cache_config": {"enable_block_reuse": True}}, "not supported in this version"),
     ],
 )

@@ -16,7 +16,7 @@ from trtllm_treewy.sampling_params import SamplingParams
 
 SHAPES = [
     # settings, kind, depth, draft tokens, top_k
-    ({}, "none", 0, 0, 0),
+    ({}, "static", 1, 1, 1),
     ({"draft_tree_widths": ()}, "none", 0, 0, 0),
     ({"max_draft_len": 0}, "none", 0, 0, 0),
     ({"draft_tree_parents": [-1]}, "none", 0, 0, 0),

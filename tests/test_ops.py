@@ -22,6 +22,7 @@ from gdn_cases import (
     relative_error,
     same_bits,
 )
+from torch.overrides import TorchFunctionMode
 
 from trtllm_treewy import ops, reference, topology
 
@@ -154,6 +155,14 @@ def calls():
         "prefill_conv": (case.x[0, 0], case.conv_state[1], *chunks, case.weight),
         "tree_verify with history": (*delta, *of_layer, int32(*[2] * SLOTS)),
     }
+
+
+COMMITS = ("commit", "commit_deferred", "commit_snapshot", "conv_commit")
+
+
+def goal_at(op):
+    """Where slot, parents, num_nodes and accepted start among the arguments."""
+    return 5 if op == "commit_deferred" else 1
 
 
 @pytest.mark.parametrize("name", calls())
@@ -754,6 +763,89 @@ def test_sixteen_bit_prefill_writes_the_pool():
     assert same_bits(pool, wide.bfloat16())
 
 
+# ---------------------------------------------------------------- other devices
+
+
+class OnADevice(TorchFunctionMode):
+    """Makes CPU tensors say that they are elsewhere, and refuses whatever would wait for a GPU."""
+
+    WAITS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__")
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.is_cpu.__get__:
+            return False
+        assert getattr(func, "__name__", "") not in self.WAITS, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def on_device(op, *args):
+    """The operator's torch kernel as it runs on other devices."""
+    with OnADevice():
+        return getattr(ops, op)._init_fn(*args)
+
+
+def both_ways(op, args, pools):
+    """Results and pools of an operator as on the CPU and as on other devices."""
+    results = []
+    for run in (getattr(treewy, op), lambda *args: on_device(op, *args)):
+        copies = [x.clone() for x in args[:pools]]
+        out = run(*copies, *args[pools:])
+        out = () if out is None else (out,) if isinstance(out, torch.Tensor) else out
+        results.append([*out, *copies])
+    return zip(*results, strict=True)
+
+
+@pytest.mark.parametrize("name", [name for name in calls() if "prefill" not in name])
+def test_kernels_for_other_devices_agree_and_never_wait(name):
+    """Case 23: all metadata stays on the device, so that a graph replays over any topology."""
+    pools = {"commit_deferred": 5, "flush_history": 5}.get(name, int("commit" in name))
+    for here, there in both_ways(name.split()[0], calls()[name], pools):
+        assert here.dtype == there.dtype
+        torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", COMMITS)
+def test_commits_on_other_devices_leave_bad_rows_alone(op):
+    """Cases 2, 3 and 6: out of range, nothing accepted, padded; and no row at all to move."""
+    args = list(calls()[op])
+    at = goal_at(op)
+    slot, count = args[at], args[at + 2]
+    rows = (slot >= 0).nonzero()[:, 0].tolist()
+    for wrong in (-1, int(count[rows[0]]), 2**30, -(2**31)):
+        args[at + 3] = args[at + 3].clone()
+        args[at + 3][rows[0]] = wrong
+        copies = [x.clone() for x in args[:at]]
+        on_device(op, *copies, *args[at:])
+        moved = copies[0] != args[0]
+        assert not moved[:, int(slot[rows[0]])].any()
+        # A path of the deferred commit waits in the history.
+        moved = copies[-1] if op == "commit_deferred" else moved[:, slot[rows[1:]].long()]
+        assert moved.any()
+    args[at] = torch.full_like(slot, -1)
+    copies = [x.clone() for x in args[:at]]
+    on_device(op, *copies, *args[at:])
+    for x, y in zip(copies, args[:at], strict=True):
+        assert same_bits(x, y)
+
+
+def test_deferred_commit_on_other_devices_flushes_and_leaves_long_paths_alone():
+    case = Case(70, shape="chain", full=True, pads=0)
+    case.accepted[:] = int32(2, 3, 4, 0)
+    history = case.history(4)
+    for pool in history[:3]:
+        pool.normal_(generator=case.gen)
+    history[2].abs_().neg_()
+    history[3][:] = int32(*[3] * SLOTS)
+    stash = case.stash(history)
+    state, pools = case.state.clone(), [x.clone() for x in history]
+    on_device("commit_deferred", state, *pools, *case.goal, *stash)
+    case.accepted[2] = -1  # what the CPU refuses
+    treewy.commit_deferred(case.state, *history, *case.goal, *stash)
+    for x, y in zip((state, *pools), (case.state, *history), strict=True):
+        torch.testing.assert_close(x, y)
+    assert pools[3][case.slot.long()].tolist() == [3, 4, 3, 4]
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -815,14 +907,6 @@ def test_verify_refuses_half_a_history():
     args = calls()["tree_verify with history"]
     with pytest.raises(ValueError, match="go together, got 3 of the four"):
         treewy.tree_verify(*args[:-1])
-
-
-COMMITS = ("commit", "commit_deferred", "commit_snapshot", "conv_commit")
-
-
-def goal_at(op):
-    """Where slot, parents, num_nodes and accepted start among the arguments."""
-    return 5 if op == "commit_deferred" else 1
 
 
 @pytest.mark.parametrize("wrong", [-2, NODES, 2**30, -(2**31)])

@@ -280,8 +280,9 @@ def _speculation(args: argparse.Namespace, model: str) -> MTPDecodingConfig:
     elif args.dynamic_tree is not None:
         shape["use_dynamic_tree"] = True
         shape["max_total_draft_tokens"] = args.dynamic_tree
-    elif args.max_draft_len is None and _drafts_by_default(model, args.quiet):
-        shape["draft_tree_widths"] = DEFAULT_DRAFT_TREE_WIDTHS
+    elif args.max_draft_len is None:
+        drafts = _drafts_by_default(model, args.quiet)
+        shape["draft_tree_widths"] = DEFAULT_DRAFT_TREE_WIDTHS if drafts else ()
     if args.max_draft_len is not None:
         shape["max_draft_len"] = args.max_draft_len
     if args.dynamic_tree_top_k is not None:
@@ -339,14 +340,14 @@ def _plan(args: argparse.Namespace) -> None:
 
 def _model_config(name: str) -> ModelConfig:
     """Config of a directory, of a config.json, or of a model that this package ships by name."""
-    from .config import ModelConfig, read_json
+    from .config import ModelConfig, read_json, shipped_configs
 
     path = Path(name)
     if path.is_dir():
         return ModelConfig.from_pretrained(path)
     if path.is_file():
         return ModelConfig.from_dict(read_json(path), source=name)
-    shipped = {file.stem: file for file in (Path(__file__).parent / "configs").glob("*.json")}
+    shipped = shipped_configs()
     file = shipped.get(name.lower().removesuffix(".json"))
     if file is None:
         raise ValueError(

@@ -20,6 +20,7 @@ MAX_TREE_NODES = 128
 MAX_TREE_WIDTH = 64
 """Most children of one node."""
 
+DEFAULT_CHAIN = 1
 DEFAULT_DYNAMIC_DEPTH = 3
 DEFAULT_DYNAMIC_TOP_K = 4
 DEFAULT_DYNAMIC_DRAFT_TOKENS = 15
@@ -38,9 +39,10 @@ class MTPDecodingConfig:
     - a dynamic tree: `use_dynamic_tree=True`, the best `max_total_draft_tokens` drafts of the
       step by the drafter's cumulative log probability, at most `max_draft_len` deep.
 
-    With none of them (or `draft_tree_widths=()`) there are no drafts, and the object only chooses
-    the commit policy: the two settings are independent. The fields keep what was given; `kind`,
-    `max_depth`, `num_draft_tokens`, `max_nodes` and `top_k` say what follows from it.
+    With none of them it is a chain of 1, as in TensorRT-LLM. `draft_tree_widths=()` means no drafts
+    at all, and the object only chooses the commit policy: the two settings are independent. The
+    fields keep what was given; `kind`, `max_depth`, `num_draft_tokens`, `max_nodes` and `top_k` say
+    what follows from it.
 
     Attributes:
         num_nextn_predict_layers: another name of `max_draft_len` for chains. One MTP layer is
@@ -119,7 +121,7 @@ class MTPDecodingConfig:
         if given is None:
             given = self.num_nextn_predict_layers
         if given is None:
-            return DEFAULT_DYNAMIC_DEPTH if self.use_dynamic_tree else 0
+            return DEFAULT_DYNAMIC_DEPTH if self.use_dynamic_tree else DEFAULT_CHAIN
         return given
 
     @property
@@ -315,7 +317,7 @@ def speculation_config_from(
         ValueError: an unknown key, a decoding type other than MTP, or a bad value.
     """
     if obj is None:
-        return MTPDecodingConfig()
+        return MTPDecodingConfig(draft_tree_widths=())
     if isinstance(obj, MTPDecodingConfig):
         return obj
     settings = _mapping(obj, "speculative_config", MTPDecodingConfig)

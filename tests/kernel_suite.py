@@ -1,0 +1,711 @@
+"""Checks of the CUDA kernels against the float64 reference, on a GPU or played on the host.
+
+Each check draws a fresh case, runs an operator through a `Machine` and raises AssertionError where
+the result is beyond the tolerance or a bit changed that had to stay. Reference runs are on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from gdn_cases import (
+    Dims,
+    generator,
+    path_of,
+    projections,
+    randint,
+    random_accepted,
+    random_slots,
+    random_state,
+    random_trees,
+    relative_error,
+    same_bits,
+)
+
+from trtllm_treewy import cuda_ops, reference
+from trtllm_treewy import ops as ops  # registers torch.ops.treewy
+from trtllm_treewy.batch import TreeBatch
+from trtllm_treewy.runtime import acceptance
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+treewy = torch.ops.treewy
+
+# Relative Frobenius errors: in float32, and what rounding the result to 16 bits adds.
+TOLERANCE = {F32: 1e-5, BF16: 4e-3, F16: 6e-4}
+TYPES = ((F32, F32), (BF16, F32), (BF16, BF16), (F16, F32), (F16, BF16), (F32, BF16))
+
+
+@dataclass
+class Machine:
+    """Where kernels run.
+
+    Attributes:
+        device: of the tensors.
+        errors: greatest error of each result seen, by name.
+    """
+
+    device: str
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def put(self, x):
+        """A copy of a tensor on the device."""
+        return x.clone() if self.device == "cpu" else x.to(self.device)
+
+    def call(self, name, *args):
+        """Run an operator's kernel; fails if the torch reference served it instead."""
+        before = cuda_ops.reference_calls.total()
+        if self.device == "cpu":
+            result = cuda_ops.KERNELS[name](*args)
+        else:
+            result = getattr(treewy, name)(*args)
+        assert cuda_ops.reference_calls.total() == before, dict(cuda_ops.reference_calls)
+        return result
+
+    def close(self, name, got, truth, *, tolerance=None):
+        """Check a result's relative error and remember it."""
+        got, truth = got.cpu(), truth.cpu()
+        tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance
+        assert got.isfinite().all(), f"{name} is not finite"
+        size = float(truth.double().norm())
+        error = float((got.double() - truth.double()).norm()) / max(size, 1e-30)
+        self.errors[name] = max(self.errors.get(name, 0.0), error)
+        assert error <= tolerance, f"{name}: relative error {error:.2e}, at most {tolerance:.0e}"
+
+
+def spread(x, machine, *, pad=(1, 1), fill=float("nan")):
+    """x [.., heads, dim] on the machine, a view of a larger tensor with poison around it."""
+    shape = list(x.shape)
+    for dim, more in zip(range(-1, -len(pad) - 1, -1), pad, strict=True):
+        shape[dim] += more
+    whole = torch.full(shape, fill, dtype=x.dtype, device=machine.device)
+    view = whole[tuple(slice(0, n) for n in x.shape)]
+    view.copy_(x)
+    return view
+
+
+def wide(*tensors):
+    """Floating tensors in float64, others as they are."""
+    return [x.double() if x.is_floating_point() else x for x in tensors]
+
+
+class TreeCase:
+    """One layer's batch of trees, with float64 truth of verification."""
+
+    def __init__(
+        self, seed, dims, nodes, *, dtype=F32, state_dtype=F32, decay="mild", shape="random",
+        batch=3, slots=6, pads=0, full=False, layers=1,
+    ):  # fmt: skip
+        gen = generator(seed)
+        self.gen, self.dims, self.nodes, self.layers = gen, dims, nodes, layers
+        self.slot = random_slots(gen, batch, slots, pads=pads)
+        self.parents, self.num_nodes = random_trees(gen, batch, nodes, shape=shape, full=full)
+        self.accepted = random_accepted(gen, self.num_nodes)
+        self.raw = [
+            projections(gen, dims, batch, nodes, dtype=dtype, decay=decay) for _ in range(layers)
+        ]
+        for raw in self.raw:
+            raw["A_log"], raw["dt_bias"] = raw["A_log"].float(), raw["dt_bias"].float()
+        self.state = random_state(gen, dims, layers, slots, dtype=state_dtype)
+
+    @property
+    def trees(self):
+        return self.slot, self.parents, self.num_nodes
+
+    @property
+    def live_slots(self):
+        return [s for s in self.slot.tolist() if s >= 0]
+
+    def truth(self, layer=0, history=()):
+        """out, u and g in float64."""
+        inputs = wide(*self.raw[layer].values(), self.state[layer])
+        return treewy.tree_verify(*inputs, *self.trees, *wide(*history))
+
+    def stash(self):
+        """u and g of all layers in float32, as a verify leaves them, and the raw keys."""
+        results = [self.truth(layer) for layer in range(self.layers)]
+        u = torch.stack([r[1] for r in results]).float()
+        g = torch.stack([r[2] for r in results]).float()
+        return u, torch.stack([raw["k"] for raw in self.raw]), g
+
+
+# ------------------------------------------------------------------ verification
+
+
+def run_verify(machine, case, *, layer=0, pad=None, history=(), raw=None):
+    """out, u, g of the kernel; `pad` spreads the inputs out among poison."""
+    raw = case.raw[layer] if raw is None else raw
+    if pad is None:
+        inputs = [machine.put(x) for x in raw.values()]
+    else:
+        inputs = [spread(raw[name], machine, pad=pad) for name in ("q", "k", "v")]
+        inputs += [spread(raw[name], machine, pad=(3, 1)) for name in ("a", "b")]
+        inputs += [machine.put(raw[name]) for name in ("A_log", "dt_bias")]
+    rest = [machine.put(x) for x in (case.state[layer], *case.trees, *history)]
+    return machine.call("tree_verify", *inputs, *rest)
+
+
+def random_history(case, capacity):
+    """Histories [slots, H, ...] of one layer with lengths from 0 to H, junk behind them."""
+    gen, dims, slots = case.gen, case.dims, case.state.shape[1]
+    u = torch.randn(slots, capacity, dims.value_heads, dims.value_dim, generator=gen)
+    k = torch.randn(slots, capacity, dims.key_heads, dims.key_dim, generator=gen)
+    g = -2 * torch.rand(slots, capacity, dims.value_heads, generator=gen)
+    length = torch.randint(0, capacity + 1, (slots,), generator=gen).int()
+    u, k = u.float(), reference.l2norm(k).float()
+    for slot, used in enumerate(length.tolist()):
+        for x in (u, k, g):
+            x[slot, used:] = float("nan")
+    return u, k, g, length
+
+
+def check_verify(machine, case, *, pad=None, history=(), name="verify"):
+    out, u, g = run_verify(machine, case, pad=pad, history=history)
+    truth = case.truth(history=history)
+    assert (out.dtype, u.dtype, g.dtype) == (case.raw[0]["v"].dtype, F32, F32)
+    kind = f"{name} {str(out.dtype)[6:]}/{str(case.state.dtype)[6:]}"
+    machine.close(f"{kind} out", out, truth[0])
+    machine.close(f"{kind} u", u, truth[1])
+    machine.close(f"{kind} g", g, truth[2])
+    padded = torch.arange(case.nodes) >= case.num_nodes[:, None]
+    padded |= (case.slot < 0)[:, None]
+    for x in (out, u, g):
+        assert not x.cpu()[padded].any(), "outputs of padding must be zero"
+
+
+def check_no_worse_than_recurrence(machine, case):
+    """In float32: at most twice the error of the step-by-step recurrence in float32."""
+    out, u, _ = run_verify(machine, case)
+    raw = case.raw[0]
+    q, k = reference.normalize_qk(raw["q"].float(), raw["k"].float())
+    g, beta = reference.gates(raw["a"].float(), raw["b"].float(), raw["A_log"], raw["dt_bias"])
+    rows = case.state[0].float()[case.slot.long()]
+    step_by_step, _ = reference.tree_recurrence(
+        q, k, raw["v"].float(), g, beta, rows, case.parents.clamp(max=case.nodes - 1)
+    )
+    valid = torch.arange(case.nodes) < case.num_nodes[:, None]
+    truth = case.truth()[0][valid]
+    allowed = 2 * relative_error(step_by_step[valid], truth)
+    ours = relative_error(out.cpu()[valid], truth)
+    machine.errors["verify over recurrence"] = max(
+        machine.errors.get("verify over recurrence", 0.0), 2 * ours / allowed
+    )
+    assert ours <= allowed, f"error {ours:.2e}, the recurrence has {allowed / 2:.2e}"
+
+
+def check_verify_oracle(machine, case):
+    """A node's output is the last output of its path run alone as a chain."""
+    out, u, g = (x.cpu() for x in run_verify(machine, case))
+    for row, node in [(r, int(case.accepted[r])) for r in range(len(case.slot))]:
+        path = path_of(case.parents, row, node)
+        chain = dict(case.raw[0])
+        for name in ("q", "k", "v", "a", "b"):
+            chain[name] = chain[name][row : row + 1, path]
+        alone = TreeCase.__new__(TreeCase)
+        alone.state, alone.dims, alone.nodes = case.state, case.dims, len(path)
+        alone.slot = case.slot[row : row + 1]
+        alone.parents = torch.arange(-1, len(path) - 1, dtype=torch.int32)[None]
+        alone.num_nodes = torch.tensor([len(path)], dtype=torch.int32)
+        chain_out, chain_u, chain_g = run_verify(machine, alone, raw=chain)
+        machine.close("oracle out", out[row, node], chain_out[0, -1])
+        machine.close("oracle u", u[row, node], chain_u[0, -1])
+        assert same_bits(g[row, node], chain_g[0, -1].cpu())
+
+
+def check_verify_poison(machine, case, poison):
+    """Poison in siblings, in padding and in free slots changes no result of the others' paths."""
+    clean = [x.cpu() for x in run_verify(machine, case)]
+    on_path = torch.zeros(case.parents.shape, dtype=torch.bool)
+    for row, node in enumerate(case.accepted.tolist()):
+        on_path[row, path_of(case.parents, row, node)] = True
+    raw = dict(case.raw[0])
+    for name in ("q", "k", "v", "a", "b"):
+        raw[name] = torch.where(
+            on_path.view(*on_path.shape, *[1] * (raw[name].dim() - 2)), raw[name], poison
+        )
+    state = case.state.clone()
+    free = [s for s in range(state.shape[1]) if s not in case.live_slots]
+    state[:, free] = poison
+    poisoned = TreeCase.__new__(TreeCase)
+    poisoned.__dict__.update(case.__dict__, state=state)
+    dirty = [x.cpu() for x in run_verify(machine, poisoned, raw=raw)]
+    for name, before, after in zip(("out", "u", "g"), clean, dirty, strict=True):
+        machine.close(f"verify poisoned {name}", after[on_path], before[on_path])
+
+
+# ------------------------------------------------------------------ commits
+
+
+def check_commit(machine, case, *, pad=(1, 1, 1)):
+    """States of the accepted nodes; free slots, padded and rejected rows keep their bits."""
+    u, k, g = case.stash()
+    accepted = case.accepted.clone()
+    accepted[-1] = -1
+    free = [s for s in range(case.state.shape[1]) if s not in case.live_slots]
+    case.state[:, free[:1]] = float("nan")
+    truth = case.state.double()
+    treewy.commit(truth, *case.trees, accepted, *wide(u, k, g))
+    state = machine.put(case.state)
+    stash = [
+        spread(u, machine, pad=pad),
+        spread(k, machine, pad=pad),
+        spread(g, machine, pad=(2, 1)),
+    ]
+    tree = [machine.put(x) for x in (*case.trees, accepted)]
+    machine.call("commit", state, *tree, *stash)
+    moved = [s for s, a in zip(case.slot.tolist(), accepted.tolist(), strict=True) if s >= 0 <= a]
+    still = [s for s in range(state.shape[1]) if s not in moved]
+    assert same_bits(state.cpu()[:, still], case.state[:, still])
+    if moved:
+        kind = f"commit {str(k.dtype)[6:]}/{str(state.dtype)[6:]}"
+        machine.close(kind, state.cpu()[:, moved], truth[:, moved])
+
+
+def check_nothing_accepted(machine, case):
+    """All rejected, padded or wrong rows: every bit of every pool stays, and wrong ones count."""
+    batch = len(case.slot)
+    u, k, g = (machine.put(x) for x in case.stash())
+    slots, capacity = case.state.shape[1], 4
+    accepted = torch.full((batch,), -1, dtype=torch.int32)
+    wrong = accepted.clone()
+    wrong[0], wrong[1] = int(case.num_nodes[0]), -2
+    bad_slot = case.slot.clone()
+    bad_slot[0], bad_slot[1] = slots, -5
+    dims, width = case.dims, 4
+    history = [
+        torch.randn(case.layers, slots, capacity, dims.value_heads, dims.value_dim),
+        torch.randn(case.layers, slots, capacity, dims.key_heads, dims.key_dim),
+        -torch.rand(case.layers, slots, capacity, dims.value_heads),
+        torch.full((slots,), capacity, dtype=torch.int32),
+    ]
+    conv_state = torch.randn(case.layers, slots, width - 1, 24)
+    x = machine.put(torch.randn(case.layers, batch, case.nodes, 24))
+    for slot, goal, count in (
+        (case.slot, accepted, 0),
+        (torch.full_like(case.slot, -1), case.accepted, 0),
+        (case.slot, wrong, 2),
+        (bad_slot, torch.where(torch.arange(batch) < 2, case.accepted, -1).int(), 2),
+    ):
+        tree = [machine.put(t) for t in (slot, case.parents, case.num_nodes, goal)]
+        state, pools = machine.put(case.state), [machine.put(h) for h in history]
+        windows = machine.put(conv_state)
+        cuda_ops.error_count(machine.device, reset=True)
+        machine.call("commit", state, *tree, u, k, g)
+        machine.call("commit_deferred", state, *pools, *tree, u, k, g)
+        machine.call("conv_commit", windows, *tree, x)
+        assert same_bits(state.cpu(), case.state)
+        assert same_bits(windows.cpu(), conv_state)
+        for pool, before in zip(pools, history, strict=True):
+            assert same_bits(pool.cpu(), before)
+        assert cuda_ops.error_count(machine.device, reset=True) == 3 * count
+
+
+def check_commit_poison(machine, case):
+    """What is not on the accepted path may hold anything: the commit's bits are the same."""
+    stash = case.stash()
+    on_path = torch.zeros(case.parents.shape, dtype=torch.bool)
+    for row, node in enumerate(case.accepted.tolist()):
+        on_path[row, path_of(case.parents, row, node)] = True
+    states = []
+    for poison in (None, float("nan"), float("inf")):
+        dirty = [
+            x
+            if poison is None
+            else torch.where(on_path.view(1, *on_path.shape, *[1] * (x.dim() - 3)), x, poison)
+            for x in stash
+        ]
+        state = machine.put(case.state)
+        tree = [machine.put(x) for x in (*case.trees, case.accepted)]
+        machine.call("commit", state, *tree, *(machine.put(x) for x in dirty))
+        states.append(state.cpu())
+    assert all(same_bits(state, states[0]) for state in states[1:])
+
+
+def check_deferred(machine, case, *, capacity, steps=6):
+    """Step after step the histories and states of the float64 reference; then all of it flushed."""
+    dims, slots = case.dims, case.state.shape[1]
+    shapes = ((dims.value_heads, dims.value_dim), (dims.key_heads, dims.key_dim), ())
+    ours, truth = [], []
+    for shape in (*shapes[:2], (dims.value_heads,)):
+        pool = torch.full((case.layers, slots, capacity, *shape), float("nan"))
+        ours.append(machine.put(pool))
+        truth.append(torch.zeros_like(pool, dtype=F64))
+    ours.append(machine.put(torch.zeros(slots, dtype=torch.int32)))
+    truth.append(torch.zeros(slots, dtype=torch.int32))
+    state, exact = machine.put(case.state), case.state.double()
+    for step in range(steps):
+        accepted = random_accepted(case.gen, case.num_nodes)
+        for row in range(len(accepted)):
+            while len(path_of(case.parents, row, int(accepted[row]))) > capacity:
+                accepted[row] = case.parents[row, accepted[row]]
+        accepted[step % len(accepted)] = -1
+        u, k, g = case.stash()
+        treewy.commit_deferred(exact, *truth, *case.trees, accepted, *wide(u, k, g))
+        tree = [machine.put(x) for x in (*case.trees, accepted)]
+        machine.call("commit_deferred", state, *ours, *tree, *(machine.put(x) for x in (u, k, g)))
+        assert torch.equal(ours[3].cpu(), truth[3])
+        used = torch.arange(capacity) < truth[3][:, None]
+        for name, mine, there in zip("ukg", ours, truth, strict=False):
+            if used.any():
+                machine.close(f"history {name}", mine.cpu()[:, used], there[:, used])
+    case_live = case.live_slots
+    kind, tolerance = f"deferred {str(state.dtype)[6:]}", _over_steps(state)
+    machine.close(kind, state.cpu()[:, case_live], exact[:, case_live], tolerance=tolerance)
+    slot = case.slot[torch.randperm(len(case.slot), generator=case.gen)]
+    treewy.flush_history(exact, *truth, slot)
+    machine.call("flush_history", state, *ours, machine.put(slot))
+    assert not ours[3].cpu()[case_live].any()
+    kind = f"{kind} flushed"
+    machine.close(kind, state.cpu()[:, case_live], exact[:, case_live], tolerance=tolerance)
+    still = [s for s in range(slots) if s not in case_live]
+    assert same_bits(state.cpu()[:, still], case.state[:, still])
+
+
+def _over_steps(state):
+    """Several roundings of a 16-bit state add up."""
+    return TOLERANCE[state.dtype] * (2 if state.dtype == BF16 else 1)
+
+
+def check_too_long_for_history(machine, case):
+    """A path longer than the history moves nothing, and counts; the other rows move."""
+    dims, slots, capacity = case.dims, case.state.shape[1], 2
+    deep = [len(path_of(case.parents, r, int(a))) for r, a in enumerate(case.accepted.tolist())]
+    assert max(deep) > capacity
+    pools = [
+        torch.zeros(case.layers, slots, capacity, dims.value_heads, dims.value_dim),
+        torch.zeros(case.layers, slots, capacity, dims.key_heads, dims.key_dim),
+        torch.zeros(case.layers, slots, capacity, dims.value_heads),
+        torch.zeros(slots, dtype=torch.int32),
+    ]
+    ours = [machine.put(x) for x in pools]
+    state = machine.put(case.state)
+    tree = [machine.put(x) for x in (*case.trees, case.accepted)]
+    cuda_ops.error_count(machine.device, reset=True)
+    machine.call("commit_deferred", state, *ours, *tree, *(machine.put(x) for x in case.stash()))
+    length = ours[3].cpu()
+    for slot, nodes in zip(case.slot.tolist(), deep, strict=True):
+        if slot >= 0:
+            assert int(length[slot]) == (nodes if nodes <= capacity else 0)
+    live = [n for n, s in zip(deep, case.slot.tolist(), strict=True) if s >= 0]
+    assert cuda_ops.error_count(machine.device, reset=True) == sum(n > capacity for n in live)
+    assert same_bits(state.cpu(), case.state)
+
+
+def check_malformed_parents(machine, case):
+    """Parents that do not come first: nothing is read out of bounds, no row of them moves."""
+    parents = case.parents.clone()
+    parents[0, : case.nodes] = torch.arange(case.nodes).int() + 1  # upwards, past the end
+    accepted = case.accepted.clone()
+    accepted[0] = max(int(case.num_nodes[0]) - 1, 0)
+    trees = (case.slot, parents, case.num_nodes)
+    state = machine.put(case.state)
+    u, k, g = (machine.put(x) for x in case.stash())
+    cuda_ops.error_count(machine.device, reset=True)
+    machine.call("commit", state, *(machine.put(x) for x in (*trees, accepted)), u, k, g)
+    assert same_bits(state.cpu()[:, case.slot[0]], case.state[:, case.slot[0]])
+    assert cuda_ops.error_count(machine.device, reset=True) == 1
+    x = torch.randn(len(case.slot), case.nodes, 16)
+    window = torch.randn(case.state.shape[1], 3, 16)
+    rest = [machine.put(t) for t in (*trees, torch.randn(16, 4))]
+    machine.call("tree_conv", machine.put(x), machine.put(window), *rest)
+    ids = torch.zeros(case.parents.shape, dtype=torch.int64)
+    got = cuda_ops.greedy_accept(*(machine.put(t) for t in (ids, ids, *trees)))
+    assert int(got[0][0]) == -1
+
+
+# ------------------------------------------------------------------ convolution
+
+
+def conv_case(seed, *, nodes, dtype, channels, width, layers=2, batch=4, slots=7):
+    gen = generator(seed)
+    case = {
+        "x": torch.randn(layers, batch, nodes, channels, generator=gen).to(dtype),
+        "state": torch.randn(layers, slots, width - 1, channels, generator=gen).to(dtype),
+        "weight": torch.randn(channels, width, generator=gen).to(dtype),
+        "bias": torch.randn(channels, generator=gen).to(dtype),
+        "slot": random_slots(gen, batch, slots, pads=1),
+        "gen": gen,
+    }
+    case["parents"], case["num_nodes"] = random_trees(gen, batch, nodes)
+    case["accepted"] = random_accepted(gen, case["num_nodes"])
+    return case
+
+
+def check_conv(machine, case, *, bias, pad):
+    """Values, zeros of padding, and poison around the inputs and in the padding."""
+    trees = [case[name] for name in ("slot", "parents", "num_nodes")]
+    x, state = case["x"][0].clone(), case["state"][0].clone()
+    given = case["bias"] if bias else None
+    wider = None if given is None else given.double()
+    truth = treewy.tree_conv(x.double(), state.double(), *trees, case["weight"].double(), wider)
+    padded = torch.arange(x.shape[1]) >= case["num_nodes"][:, None]
+    x[padded] = float("nan")
+    free = [s for s in range(state.shape[0]) if s not in case["slot"].tolist()]
+    state[free] = float("inf")
+    y = machine.call(
+        "tree_conv",
+        spread(x, machine, pad=(pad, 1)),
+        spread(state, machine, pad=(pad, 0)),
+        *(machine.put(t) for t in trees),
+        machine.put(case["weight"]),
+        None if given is None else machine.put(given),
+    )
+    machine.close(f"tree_conv {str(x.dtype)[6:]}", y, truth)
+    padded |= (case["slot"] < 0)[:, None]
+    assert not y.cpu()[padded].any()
+
+
+def check_conv_path_bits(machine, case):
+    """The same path gives the same bits in a tree, in a chain, and in a prefill."""
+    x, state = case["x"][0], case["state"][0]
+    trees = [case[name] for name in ("slot", "parents", "num_nodes")]
+    weight = machine.put(case["weight"])
+    y = machine.call("tree_conv", *(machine.put(t) for t in (x, state, *trees)), weight).cpu()
+    for row, node in enumerate(case["accepted"].tolist()):
+        slot = int(case["slot"][row])
+        if slot < 0:
+            continue
+        path = path_of(case["parents"], row, node)
+        cu_seqlens = torch.tensor([0, len(path)], dtype=torch.int32)
+        chain = machine.call(
+            "prefill_conv",
+            machine.put(x[row, path]),
+            machine.put(state),
+            machine.put(torch.tensor([slot], dtype=torch.int32)),
+            machine.put(cu_seqlens),
+            weight,
+        )
+        assert same_bits(chain[-1].cpu(), y[row, node])
+
+
+def check_conv_commit(machine, case, *, pad):
+    """The windows, bit for bit; poison beside the path and in padding stays where it is."""
+    trees = [case[name] for name in ("slot", "parents", "num_nodes")]
+    x, state, accepted = case["x"].clone(), case["state"], case["accepted"].clone()
+    accepted[0] = -1
+    truth = state.clone()
+    treewy.conv_commit(truth, *trees, accepted, x)
+    on_path = torch.zeros(case["parents"].shape, dtype=torch.bool)
+    for row, node in enumerate(accepted.tolist()):
+        on_path[row, path_of(case["parents"], row, node)] = True
+    x[:, ~on_path] = float("nan")
+    windows = spread(state, machine, pad=(pad, 1))
+    tree = [machine.put(t) for t in (*trees, accepted)]
+    machine.call("conv_commit", windows, *tree, spread(x, machine, pad=(pad, 1)))
+    assert same_bits(windows.cpu(), truth)
+
+
+def check_prefill_conv(machine, seed, *, dtype, channels, width, lengths, pad=0):
+    """Values, and windows bit for bit, whatever the lengths; the -1 row is skipped."""
+    gen = generator(seed)
+    tokens, slots = sum(lengths), len(lengths) + 3
+    x = torch.randn(tokens, channels, generator=gen).to(dtype)
+    state = torch.randn(slots, width - 1, channels, generator=gen).to(dtype)
+    weight = torch.randn(channels, width, generator=gen).to(dtype)
+    bias = torch.randn(channels, generator=gen).to(dtype)
+    slot = random_slots(gen, len(lengths), slots, pads=1 if len(lengths) > 2 else 0)
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    windows = state.clone()
+    treewy.prefill_conv(x, windows, slot, cu_seqlens, weight, bias)
+    truth = treewy.prefill_conv(
+        x.double(), state.double(), slot, cu_seqlens, weight.double(), bias.double()
+    )
+    ours = spread(state, machine, pad=(pad, 0))
+    rest = [machine.put(t) for t in (slot, cu_seqlens, weight, bias)]
+    y = machine.call("prefill_conv", spread(x, machine, pad=(pad,)), ours, *rest)
+    machine.close(f"prefill_conv {str(dtype)[6:]}", y, truth)
+    assert same_bits(ours.cpu(), windows)
+
+
+# ------------------------------------------------------------------ prefill
+
+
+def check_prefill(machine, seed, dims, *, lengths, dtype=F32, state_dtype=F32, decay="mild"):
+    """Outputs and final states of packed sequences, in one call and in two."""
+    gen = generator(seed)
+    slots = len(lengths) + 3
+    raw = projections(gen, dims, sum(lengths), dtype=dtype, decay=decay)
+    raw["A_log"], raw["dt_bias"] = raw["A_log"].float(), raw["dt_bias"].float()
+    state = random_state(gen, dims, slots, dtype=state_dtype)
+    slot = random_slots(gen, len(lengths), slots, pads=1 if len(lengths) > 2 else 0)
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    exact = state.double()
+    truth = treewy.prefill(*wide(*raw.values()), exact, slot, cu_seqlens)
+    free = [s for s in range(slots) if s not in slot.tolist()]
+    state[free] = float("nan")
+    ours = machine.put(state)
+    inputs = [spread(raw[name], machine, pad=(4, 1)) for name in ("q", "k", "v")]
+    inputs += [spread(raw[name], machine, pad=(3,)) for name in ("a", "b")]
+    inputs += [machine.put(raw[name]) for name in ("A_log", "dt_bias")]
+    out = machine.call("prefill", *inputs, ours, machine.put(slot), machine.put(cu_seqlens))
+    kind = f"prefill {str(dtype)[6:]}/{str(state_dtype)[6:]}"
+    machine.close(f"{kind} out", out, truth)
+    live = [s for s, n in zip(slot.tolist(), lengths, strict=True) if s >= 0 and n > 0]
+    machine.close(f"{kind} state", ours.cpu()[live], exact[live])
+    still = [s for s in range(slots) if s not in live]
+    assert same_bits(ours.cpu()[still], state[still])
+
+
+def check_prefill_poison(machine, seed, dims):
+    """A NaN token spoils its own sequence from there on, and nothing before or beside it."""
+    gen = generator(seed)
+    lengths, at = (40, 23), 17
+    raw = projections(gen, dims, sum(lengths), dtype=F32)
+    state = random_state(gen, dims, 4, dtype=F32)
+    slot = torch.tensor([2, 0], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    results = []
+    for poison in (False, True):
+        if poison:
+            raw["v"] = raw["v"].clone()
+            raw["v"][at] = float("nan")
+        ours = machine.put(state)
+        inputs = [machine.put(x) for x in raw.values()]
+        out = machine.call("prefill", *inputs, ours, machine.put(slot), machine.put(cu_seqlens))
+        results.append((out.cpu(), ours.cpu()))
+    (clean, clean_state), (dirty, dirty_state) = results
+    assert same_bits(dirty[:at], clean[:at])
+    assert dirty[at].isnan().all()
+    assert same_bits(dirty[lengths[0] :], clean[lengths[0] :])
+    assert same_bits(dirty_state[0], clean_state[0])
+
+
+# ------------------------------------------------------------------ acceptance
+
+
+def check_greedy(machine, seed, nodes, *, max_path=None):
+    """Accepted node, path and bonus of the runtime's own rule."""
+    gen = generator(seed)
+    batch = 9
+    parents, num_nodes = random_trees(gen, batch, nodes)
+    slot = random_slots(gen, batch, 20, pads=2)
+    if nodes > 1:
+        num_nodes[3] = 0
+    token_ids = torch.randint(0, 2, (batch, nodes), generator=gen)
+    target_ids = torch.randint(0, 2, (batch, nodes), generator=gen)
+    inside = parents.clamp(max=nodes - 1)  # the rule in torch reads the parents of padding
+    tree = TreeBatch(token_ids, inside, num_nodes, slot, torch.zeros(batch).int(), 0)
+    truth = acceptance.greedy_accept(tree, target_ids, max_path=max_path)
+    args = (token_ids, target_ids, slot, parents, num_nodes)
+    got = cuda_ops.greedy_accept(*(machine.put(x) for x in args), max_path)
+    wanted = (truth.accepted, truth.num_accepted, truth.path, truth.bonus_ids)
+    for mine, there in zip(got, wanted, strict=True):
+        assert torch.equal(mine.cpu(), there)
+
+
+# ------------------------------------------------------------------ many steps
+
+
+@dataclass
+class Decoder:
+    """A sequence of trees through verify and commit, beside the float64 recurrence."""
+
+    machine: Machine
+    dims: Dims
+    batch: int
+    nodes: int
+    policy: str  # reconstruct or deferred
+    capacity: int = 8
+    state_dtype: torch.dtype = F32
+
+    def __post_init__(self):
+        self.gen = generator(5)
+        slots = self.batch + 2
+        self.slot = random_slots(self.gen, self.batch, slots)
+        start = random_state(self.gen, self.dims, 1, slots, dtype=self.state_dtype)
+        self.state = self.machine.put(start)
+        self.exact = start[0].double()[self.slot.long()]
+        self.plain = self.exact.to(F32)
+        dims = self.dims
+        self.history = [
+            torch.zeros(1, slots, self.capacity, dims.value_heads, dims.value_dim),
+            torch.zeros(1, slots, self.capacity, dims.key_heads, dims.key_dim),
+            torch.zeros(1, slots, self.capacity, dims.value_heads),
+            torch.zeros(slots, dtype=torch.int32),
+        ]
+        self.history = [self.machine.put(x) for x in self.history]
+
+    def step(self, accept):
+        """One tree; `accept` gives the accepted nodes from (parents, num_nodes)."""
+        gen, machine = self.gen, self.machine
+        parents, num_nodes = random_trees(gen, self.batch, self.nodes, full=True)
+        raw = projections(gen, self.dims, self.batch, self.nodes, dtype=F32)
+        accepted = accept(parents, num_nodes)
+        tree = [machine.put(x) for x in (self.slot, parents, num_nodes)]
+        inputs = [machine.put(x) for x in raw.values()]
+        history = []
+        if self.policy == "deferred":
+            history = [x[0] for x in self.history[:3]] + self.history[3:]
+        out, u, g = machine.call("tree_verify", *inputs, self.state[0], *tree, *history)
+        stash = u[None], inputs[1][None], g[None]
+        goal = *tree, machine.put(accepted)
+        if self.policy == "deferred":
+            machine.call("commit_deferred", self.state, *self.history, *goal, *stash)
+        else:
+            machine.call("commit", self.state, *goal, *stash)
+        self._advance(raw, parents, accepted)
+        return out
+
+    def _advance(self, raw, parents, accepted):
+        """The accepted tokens one by one, in float64 and in float32."""
+        paths = [path_of(parents, row, int(a)) for row, a in enumerate(accepted.tolist())]
+        for at in range(max(len(p) for p in paths)):
+            rows = [row for row, path in enumerate(paths) if at < len(path)]
+            nodes = [paths[row][at] for row in rows]
+            for name in ("exact", "plain"):
+                state = getattr(self, name)
+                cast = {key: x.to(state.dtype) for key, x in raw.items()}
+                q, k = reference.normalize_qk(cast["q"][rows, nodes], cast["k"][rows, nodes])
+                g, beta = reference.gates(
+                    cast["a"][rows, nodes], cast["b"][rows, nodes], cast["A_log"], cast["dt_bias"]
+                )
+                _, after = reference.tree_recurrence(
+                    q[:, None], k[:, None], cast["v"][rows, nodes][:, None], g[:, None],
+                    beta[:, None], state[rows], torch.full((len(rows), 1), -1),
+                )  # fmt: skip
+                state[rows] = after[:, 0]
+
+    def committed(self):
+        """The states of the rows, histories folded in."""
+        if self.policy == "deferred":
+            slot = self.machine.put(self.slot)
+            self.machine.call("flush_history", self.state, *self.history, slot)
+        return self.state[0].cpu()[self.slot.long()]
+
+
+def accept_root(parents, num_nodes):
+    return torch.zeros(len(num_nodes), dtype=torch.int32)
+
+
+def accept_last(parents, num_nodes):
+    return num_nodes - 1
+
+
+def accept_any(gen):
+    return lambda parents, num_nodes: random_accepted(gen, num_nodes)
+
+
+def check_drift(machine, mode, *, steps, dims, policy="reconstruct"):
+    """After many commits: as near to the float64 recurrence as plain float32 decoding, times 2."""
+    decoder = Decoder(machine, dims, batch=3, nodes=5, policy=policy)
+    accept = {"reject": accept_root, "full": accept_last, "random": accept_any(decoder.gen)}[mode]
+    for _ in range(steps):
+        decoder.step(accept)
+    plain = relative_error(decoder.plain, decoder.exact)
+    ours = decoder.committed()
+    machine.close(f"drift {policy} {mode}", ours, decoder.exact)
+    allowed = max(2 * plain, 5e-7)
+    error = relative_error(ours, decoder.exact)
+    assert error <= allowed, f"{error:.1e} after {steps} steps, plain decoding has {plain:.1e}"
+
+
+def check_policies_agree(machine, *, steps, dims):
+    """Deferred and reconstructing commits give the same outputs and states, step after step."""
+    one = Decoder(machine, dims, batch=3, nodes=6, policy="reconstruct")
+    two = Decoder(machine, dims, batch=3, nodes=6, policy="deferred", capacity=11)
+    for _ in range(steps):
+        seed = randint(one.gen, 0, 1 << 30)
+        randint(two.gen, 0, 1 << 30)
+        outs = [d.step(accept_any(generator(seed))) for d in (one, two)]
+        machine.close("policies out", outs[1], outs[0])
+    machine.close("policies state", two.committed(), one.committed())
