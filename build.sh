@@ -242,7 +242,7 @@ CODE
 }
 
 demo() {
-    local prompt="The server reads its configuration file when it starts. If the file cannot be read,"
+    local prompt="When the connection is closed,"
     if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
         prompt="$1"
         shift
