@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the simple kernels need of the machine: vectors of 16 bytes, types read as float32, sums
+// over a warp, one way to launch. plugins/tests/host_cuda.h stands in for the machine where the
+// kernels are tested on a CPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common.cuh"
+#include "walk.cuh"
+
+namespace treewy {
+
+inline constexpr int kWarp = 32;
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+// ------------------------------------------------------------------ memory
+
+// N elements loaded or stored at once.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+    T x[N];
+};
+
+template <int N, typename T>
+__device__ __forceinline__ Vec<T, N> load_vec(const T* from) {
+    return *reinterpret_cast<const Vec<T, N>*>(from);
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_vec(T* to, const Vec<T, N>& value) {
+    *reinterpret_cast<Vec<T, N>*>(to) = value;
+}
+
+template <typename T>
+inline constexpr int kPer16Bytes = 16 / static_cast<int>(sizeof(T));
+
+__device__ __forceinline__ float as_float(float x) { return x; }
+__device__ __forceinline__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float as_float(__half x) { return __half2float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+    return x;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+    return __float2bfloat16_rn(x);
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) {
+    return __float2half_rn(x);
+}
+
+// Element `at` of a tensor whose type the kernel was not compiled for; not for hot loops.
+__device__ __forceinline__ float load_as_float(const void* data, int dtype, int64_t at) {
+    if (dtype == TREEWY_FLOAT32) return static_cast<const float*>(data)[at];
+    if (dtype == TREEWY_BFLOAT16) return as_float(static_cast<const __nv_bfloat16*>(data)[at]);
+    return as_float(static_cast<const __half*>(data)[at]);
+}
+
+// ------------------------------------------------------------------ warps and blocks
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+    return x;
+}
+
+// Sum of the lanes before this one, and of all lanes.
+__device__ __forceinline__ double warp_prefix(double x, double* total) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    double upto = x;
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+        const double other = __shfl_up_sync(kAllLanes, upto, step);
+        if (lane >= step) upto += other;
+    }
+    *total = __shfl_sync(kAllLanes, upto, kWarp - 1);
+    const double before = __shfl_up_sync(kAllLanes, upto, 1);
+    return lane == 0 ? 0.0 : before;
+}
+
+#if !defined(TREEWY_ON_HOST)
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ unsigned char* shared_memory() {
+    extern __shared__ __align__(16) unsigned char treewy_shared[];
+    return treewy_shared;
+}
+
+// Launches `kernel` with one parameter; `name` is the operation, for messages.
+template <typename Params>
+treewy_status launch(const char* name, void (*kernel)(Params), int64_t blocks, int threads,
+                     size_t shared, treewy_stream stream, const Params& params) {
+    if (blocks <= 0) return TREEWY_OK;
+    if (blocks > INT32_MAX) {
+        return fail(TREEWY_UNSUPPORTED, "%s: %lld blocks of threads, at most %d can be launched",
+                    name, static_cast<long long>(blocks), INT32_MAX);
+    }
+    const void* function = reinterpret_cast<const void*>(kernel);
+    if (shared > 48 * 1024) {
+        const cudaError_t status = cudaFuncSetAttribute(
+            function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+        if (status != cudaSuccess) return fail_cuda(name, status);
+    }
+    void* arguments[] = {const_cast<Params*>(&params)};
+    const cudaError_t status = cudaLaunchKernel(function, dim3(static_cast<unsigned>(blocks)),
+                                                dim3(static_cast<unsigned>(threads)), arguments,
+                                                shared, static_cast<cudaStream_t>(stream));
+    return status == cudaSuccess ? TREEWY_OK : fail_cuda(name, status);
+}
+
+#endif  // TREEWY_ON_HOST
+
+// ------------------------------------------------------------------ what launchers check
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline bool is_aligned(const void* pointer, size_t bytes) {
+    return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+inline bool is_float_dtype(int32_t dtype) {
+    return dtype == TREEWY_FLOAT32 || dtype == TREEWY_BFLOAT16 || dtype == TREEWY_FLOAT16;
+}
+
+inline int dtype_bytes(int32_t dtype) { return dtype == TREEWY_FLOAT32 ? 4 : 2; }
+
+inline treewy_status fail_null(const char* name) {
+    return fail(TREEWY_INVALID_ARGUMENT, "%s: params must not be null", name);
+}
+
+inline treewy_status check_tree(const char* name, const treewy_tree& tree) {
+    if (tree.batch < 0 || tree.max_nodes < 1 || tree.num_slots < 0) {
+        return fail(TREEWY_INVALID_ARGUMENT,
+                    "%s: batch and num_slots must be >= 0 and max_nodes >= 1, got %d, %lld and %d",
+                    name, tree.batch, static_cast<long long>(tree.num_slots), tree.max_nodes);
+    }
+    if (tree.max_nodes > TREEWY_MAX_NODES) {
+        return fail(TREEWY_UNSUPPORTED, "%s: max_nodes is %d, at most %d", name, tree.max_nodes,
+                    TREEWY_MAX_NODES);
+    }
+    if (tree.slot == nullptr || tree.parents == nullptr || tree.num_nodes == nullptr) {
+        return fail(TREEWY_INVALID_ARGUMENT, "%s: slot, parents and num_nodes must not be null",
+                    name);
+    }
+    return TREEWY_OK;
+}
+
+inline treewy_status check_packed(const char* name, const treewy_packed& packed) {
+    if (packed.batch < 0 || packed.tokens < 0 || packed.num_slots < 0) {
+        return fail(TREEWY_INVALID_ARGUMENT,
+                    "%s: batch, tokens and num_slots must be >= 0, got %d, %lld and %lld", name,
+                    packed.batch, static_cast<long long>(packed.tokens),
+                    static_cast<long long>(packed.num_slots));
+    }
+    if (packed.slot == nullptr || packed.cu_seqlens == nullptr) {
+        return fail(TREEWY_INVALID_ARGUMENT, "%s: slot and cu_seqlens must not be null", name);
+    }
+    return TREEWY_OK;
+}
+
+inline treewy_status check_head_dim(const char* name, const char* which, int32_t dim) {
+    if (dim >= 8 && dim % 8 == 0 && dim <= TREEWY_MAX_HEAD_DIM) return TREEWY_OK;
+    return fail(TREEWY_UNSUPPORTED, "%s: %s is %d, must be a multiple of 8 and at most %d", name,
+                which, dim, TREEWY_MAX_HEAD_DIM);
+}
+
+inline treewy_status check_state_pool(const char* name, const treewy_state_pool& pool) {
+    if (pool.dtype != TREEWY_FLOAT32 && pool.dtype != TREEWY_BFLOAT16) {
+        return fail(TREEWY_UNSUPPORTED, "%s: the state must be float32 or bfloat16, got dtype %d",
+                    name, pool.dtype);
+    }
+    if (pool.layers < 0 || pool.key_heads < 1 || pool.value_heads < 1 ||
+        pool.value_heads % pool.key_heads != 0) {
+        return fail(TREEWY_INVALID_ARGUMENT,
+                    "%s: value_heads must be a multiple of key_heads and layers >= 0, got %d, %d "
+                    "and %d",
+                    name, pool.value_heads, pool.key_heads, pool.layers);
+    }
+    treewy_status status = check_head_dim(name, "key_dim", pool.key_dim);
+    if (status == TREEWY_OK) status = check_head_dim(name, "value_dim", pool.value_dim);
+    if (status != TREEWY_OK) return status;
+    const int64_t per_vector = 16 / dtype_bytes(pool.dtype);
+    if (pool.data == nullptr || !is_aligned(pool.data, 16) || pool.slot_stride % per_vector != 0 ||
+        (pool.layers > 1 && pool.layer_stride % per_vector != 0)) {
+        return fail(TREEWY_INVALID_ARGUMENT,
+                    "%s: the state and its layer and slot strides must be multiples of 16 bytes "
+                    "and not null, got %p, %lld and %lld elements",
+                    name, pool.data, static_cast<long long>(pool.layer_stride),
+                    static_cast<long long>(pool.slot_stride));
+    }
+    return TREEWY_OK;
+}
+
+}  // namespace treewy

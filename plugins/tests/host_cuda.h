@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The machine that the kernels see, played on a CPU, so that their real code runs in tests without
+// a GPU: blocks one after the other, the threads of a block as fibers. Compile the .cu files as C++
+// with -include of this file and -DTREEWY_ON_HOST.
+//
+// Made to find faults: blocks, and threads between two barriers, run in an order that changes all
+// the time, so that a missing barrier or a race between blocks shows as a wrong result; shared
+// memory starts as NaN and ends at a page that must not be touched; a barrier that not all threads
+// reach stops the program. What it does not show: speed, and how memory orders accesses.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#undef __global__
+#undef __device__
+#undef __host__
+#undef __shared__
+#undef __forceinline__
+#undef __launch_bounds__
+#undef __grid_constant__
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+namespace host_cuda {
+
+enum class Wait { kNone, kBlock, kWarp, kDone };
+
+// A copy that is under way: it has happened for sure when it was waited for, and not before.
+struct Copy {
+    void* to;
+    const void* from;
+    int group;
+};
+
+struct Fiber {
+    std::vector<Copy> copies;
+    int copy_group = 0;
+    ucontext_t context;
+    jmp_buf jump;
+    std::vector<char> stack;
+    Wait wait = Wait::kNone;
+    bool started = false;
+    int parity = 0;
+    int vote_parity = 0;
+};
+
+constexpr int kMaxThreads = 1024;
+constexpr size_t kSharedBytes = 227 * 1024;  // of a block, as on an H200
+constexpr size_t kStackBytes = 128 * 1024;   // of a thread
+
+struct Machine {
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    std::function<void()> kernel;
+    jmp_buf scheduler;
+    int current = 0;
+    int threads = 0;
+    unsigned block = 0;
+    uint64_t exchange[2][kMaxThreads];
+    uint32_t operands[2][kMaxThreads][6];
+    bool vote[2] = {false, false};
+    unsigned char* shared = nullptr;
+    uint64_t random = 0x9e3779b97f4a7c15u;
+};
+
+inline Machine machine;
+
+inline Fiber& fiber() { return *machine.fibers[machine.current]; }
+
+inline unsigned next_random() {
+    machine.random = machine.random * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<unsigned>(machine.random >> 33);
+}
+
+template <typename T>
+void shuffle(std::vector<T>* items) {
+    for (size_t i = items->size(); i > 1; --i)
+        std::swap((*items)[i - 1], (*items)[next_random() % i]);
+}
+
+[[noreturn]] inline void die(const char* what) {
+    std::fprintf(stderr, "host_cuda: %s (block %u, thread %d)\n", what, machine.block,
+                 machine.current);
+    std::abort();
+}
+
+inline void yield(Wait wait) {
+    Fiber& fiber = host_cuda::fiber();
+    fiber.wait = wait;
+    if (_setjmp(fiber.jump) == 0) _longjmp(machine.scheduler, 1);
+}
+
+inline void fiber_main() {
+    for (;;) {
+        machine.kernel();
+        yield(Wait::kDone);
+    }
+}
+
+inline void resume(int thread) {
+    machine.current = thread;
+    Fiber& fiber = *machine.fibers[thread];
+    fiber.wait = Wait::kNone;
+    if (_setjmp(machine.scheduler) != 0) return;
+    if (fiber.started) _longjmp(fiber.jump, 1);
+    fiber.started = true;
+    fiber.stack.resize(kStackBytes);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, fiber_main, 0);
+    setcontext(&fiber.context);
+}
+
+// Lets every warp go on whose 32 lanes all wait for one exchange, and the block if all of its
+// living threads are at a barrier.
+inline bool release() {
+    bool any = false, all_at_barrier = true, some_at_barrier = false;
+    for (int first = 0; first < machine.threads; first += 32) {
+        const int stop = std::min(first + 32, machine.threads);
+        bool warp_ready = true, warp_waits = false;
+        for (int t = first; t < stop; ++t) {
+            const Wait wait = machine.fibers[t]->wait;
+            warp_waits |= wait == Wait::kWarp;
+            warp_ready &= wait == Wait::kWarp;
+            some_at_barrier |= wait == Wait::kBlock;
+            all_at_barrier &= wait == Wait::kBlock || wait == Wait::kDone;
+        }
+        if (!warp_waits || !warp_ready) continue;
+        any = true;
+        for (int t = first; t < stop; ++t) machine.fibers[t]->wait = Wait::kNone;
+    }
+    if (some_at_barrier && all_at_barrier) {
+        any = true;
+        for (int t = 0; t < machine.threads; ++t) {
+            if (machine.fibers[t]->wait == Wait::kBlock) machine.fibers[t]->wait = Wait::kNone;
+        }
+    }
+    return any;
+}
+
+inline void run_block(unsigned block) {
+    machine.block = block;
+    std::vector<int> order(machine.threads);
+    std::iota(order.begin(), order.end(), 0);
+    for (int t : order) {
+        machine.fibers[t]->wait = Wait::kNone;
+        machine.fibers[t]->copies.clear();
+    }
+    for (;;) {
+        shuffle(&order);
+        bool alive = false;
+        for (int t : order) {
+            if (machine.fibers[t]->wait == Wait::kNone) resume(t);
+            alive |= machine.fibers[t]->wait != Wait::kDone;
+        }
+        if (!alive) return;
+        if (!release()) die("some threads wait at a barrier that others do not reach");
+    }
+}
+
+// Shared memory of exactly `bytes`, with a page behind it that faults.
+class SharedMemory {
+  public:
+    explicit SharedMemory(size_t bytes) : bytes_(bytes) {
+        const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+        const size_t whole = (bytes + page - 1) / page * page;
+        mapped_ = whole + page;
+        base_ = static_cast<unsigned char*>(
+            mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        if (base_ == MAP_FAILED || mprotect(base_ + whole, page, PROT_NONE) != 0) die("no memory");
+        start_ = base_ + whole - bytes;
+    }
+    ~SharedMemory() { munmap(base_, mapped_); }
+    unsigned char* fill() {
+        std::memset(start_, 0xff, bytes_);
+        return start_;
+    }
+
+  private:
+    size_t bytes_, mapped_;
+    unsigned char *base_, *start_;
+};
+
+inline void run_grid(int64_t blocks, int threads, size_t shared, std::function<void()> kernel) {
+    if (threads < 1 || threads > kMaxThreads) die("threads of a block");
+    machine.threads = threads;
+    machine.kernel = std::move(kernel);
+    while (static_cast<int>(machine.fibers.size()) < threads) {
+        machine.fibers.push_back(std::make_unique<Fiber>());
+    }
+    SharedMemory memory(shared);
+    std::vector<unsigned> order(static_cast<size_t>(blocks));
+    std::iota(order.begin(), order.end(), 0u);
+    shuffle(&order);
+    for (unsigned block : order) {
+        machine.shared = memory.fill();
+        run_block(block);
+    }
+}
+
+struct ThreadIndex {
+    unsigned x;
+};
+inline ThreadIndex thread_index() { return {static_cast<unsigned>(machine.current)}; }
+inline ThreadIndex block_index() { return {machine.block}; }
+inline ThreadIndex block_dim() { return {static_cast<unsigned>(machine.threads)}; }
+
+// What the other lanes gave, once all lanes of the warp have given theirs.
+template <typename T>
+T exchange(T value, int lane) {
+    static_assert(sizeof(T) <= sizeof(uint64_t));
+    const int thread = machine.current, first = thread / 32 * 32;
+    Fiber& fiber = host_cuda::fiber();
+    uint64_t* slots = machine.exchange[fiber.parity];
+    fiber.parity ^= 1;
+    std::memcpy(&slots[thread], &value, sizeof(T));
+    yield(Wait::kWarp);
+    if (lane < 0 || lane > 31) return value;
+    T out;
+    std::memcpy(&out, &slots[first + lane], sizeof(T));
+    return out;
+}
+
+inline int lane() { return machine.current % 32; }
+
+inline float bfloat16_half(const uint32_t* words, int k) {
+    const uint32_t bits = k % 2 == 0 ? words[0] << 16 : words[0] & 0xffff0000u;
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+// sum += A B of mma.sync.m16n8k16: what each lane holds is said in kernels/fragment.cuh.
+inline void mma(float (&sum)[4], const uint32_t (&operands)[6]) {
+    const int thread = machine.current, first = thread / 32 * 32;
+    Fiber& fiber = host_cuda::fiber();
+    auto& all = machine.operands[fiber.parity];
+    fiber.parity ^= 1;
+    std::memcpy(all[thread], operands, sizeof(operands));
+    yield(Wait::kWarp);
+    const int g = lane() / 4, c = lane() % 4;
+    for (int out = 0; out < 4; ++out) {
+        const int row = g + out / 2 * 8, column = 2 * c + out % 2;
+        double total = sum[out];
+        for (int k = 0; k < 16; ++k) {
+            // k of A and of B lies in lane k % 8 / 2 of its row's, or column's, group of four.
+            const int a_lane = row % 8 * 4 + k % 8 / 2, b_lane = column * 4 + k % 8 / 2;
+            const uint32_t* a = &all[first + a_lane][row / 8 + k / 8 * 2];
+            const uint32_t* b = &all[first + b_lane][4 + k / 8];
+            total += static_cast<double>(bfloat16_half(a, k)) * bfloat16_half(b, k);
+        }
+        sum[out] = static_cast<float>(total);
+    }
+}
+
+}  // namespace host_cuda
+
+#define threadIdx (host_cuda::thread_index())
+#define blockIdx (host_cuda::block_index())
+#define blockDim (host_cuda::block_dim())
+
+inline void __syncthreads() { host_cuda::yield(host_cuda::Wait::kBlock); }
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+    return host_cuda::exchange(value, lane);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    return host_cuda::exchange(value, host_cuda::lane() ^ mask);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int by) {
+    return host_cuda::exchange(value, host_cuda::lane() - by);
+}
+inline void __syncwarp() { host_cuda::exchange(0, 0); }
+// Everyone votes, everyone reads, the vote is cleared; the next one is another, so none is mixed
+// up.
+inline int __syncthreads_or(int vote) {
+    host_cuda::Fiber& fiber = host_cuda::fiber();
+    const int slot = fiber.vote_parity;
+    fiber.vote_parity ^= 1;
+    host_cuda::machine.vote[slot] = host_cuda::machine.vote[slot] || vote != 0;
+    host_cuda::yield(host_cuda::Wait::kBlock);
+    const bool any = host_cuda::machine.vote[slot];
+    host_cuda::yield(host_cuda::Wait::kBlock);
+    host_cuda::machine.vote[slot] = false;
+    return any;
+}
+inline float __uint_as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+inline int atomicAdd(int* to, int value) {
+    const int old = *to;
+    *to += value;
+    return old;
+}
+inline float __fmul_rn(float a, float b) { return a * b; }  // with -ffp-contract=off
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdividef(float a, float b) { return a / b; }
+#define __expf expf
+#define rsqrtf(x) (1.0f / std::sqrt(x))
+using std::max;
+using std::min;
+
+extern "C" inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
+extern "C" inline cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+extern "C" inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
+    *value = what == cudaDevAttrMaxSharedMemoryPerBlockOptin
+                 ? static_cast<int>(host_cuda::kSharedBytes)
+                 : 132;
+    return cudaSuccess;
+}
+extern "C" inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
+extern "C" inline const char* cudaGetErrorName(cudaError_t) { return "cudaError"; }
+
+#include "../kernels/common.cuh"
+
+namespace treewy {
+
+inline unsigned char* shared_memory() { return host_cuda::machine.shared; }
+
+inline void copy_async(void* shared, const void* global) {
+    host_cuda::Fiber& fiber = host_cuda::fiber();
+    fiber.copies.push_back({shared, global, fiber.copy_group});
+}
+inline void commit_copies() { ++host_cuda::fiber().copy_group; }
+template <int kLater>
+void wait_copies() {
+    host_cuda::Fiber& fiber = host_cuda::fiber();
+    std::vector<host_cuda::Copy> later;
+    for (const host_cuda::Copy& copy : fiber.copies) {
+        if (copy.group < fiber.copy_group - kLater) {
+            std::memcpy(copy.to, copy.from, 16);
+        } else {
+            later.push_back(copy);
+        }
+    }
+    fiber.copies.swap(later);
+}
+inline void keep_order(int&) {}
+inline void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                uint32_t b1) {
+    host_cuda::mma(sum, {a0, a1, a2, a3, b0, b1});
+}
+
+template <typename Params>
+treewy_status launch(const char* name, void (*kernel)(Params), int64_t blocks, int threads,
+                     size_t shared, treewy_stream, const Params& params) {
+    if (blocks <= 0) return TREEWY_OK;
+    if (blocks > INT32_MAX || shared > host_cuda::kSharedBytes) {
+        return fail(TREEWY_UNSUPPORTED,
+                    "%s: a launch of %lld blocks and %zu bytes of shared memory", name,
+                    static_cast<long long>(blocks), shared);
+    }
+    host_cuda::run_grid(blocks, threads, shared, [&] { kernel(params); });
+    return TREEWY_OK;
+}
+
+}  // namespace treewy

@@ -1,0 +1,220 @@
+"""The CUDA kernels without a GPU: their own code, compiled for a machine played on the CPU.
+
+`plugins/tests/host_cuda.h` says what that machine finds: wrong indices, missing barriers, races
+between blocks, tails and padding; not speed, and not what only real hardware does. On a GPU the
+same checks run in `gpu/test_kernels.py`, on more shapes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import kernel_suite as suite
+import pytest
+import torch
+from gdn_cases import DECAYS, Dims
+from kernel_suite import BF16, F16, F32, TYPES, Machine, TreeCase
+
+from trtllm_treewy import cuda_library, cuda_ops
+
+DIMS = (Dims(1, 2, 64, 128), Dims(2, 2, 128, 64), Dims(1, 4, 64, 64))
+
+
+def cuda_home():
+    """Folder with CUDA's headers, or None."""
+    nvcc = shutil.which("nvcc")
+    places = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    if nvcc:
+        places.append(str(Path(nvcc).resolve().parent.parent))
+    for place in places:
+        if place and (Path(place) / "include" / "cuda_bf16.h").is_file():
+            return place
+    return None
+
+
+@pytest.fixture(scope="module")
+def host_library(repository):
+    """The kernels built for the host; objects are kept in .cache between runs."""
+    home = cuda_home()
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if home is None or compiler is None:
+        pytest.skip("needs g++ and CUDA's headers to compile the kernels for the host")
+    folder = repository / ".cache" / "host_kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    script = repository / "plugins" / "tests" / "build_host_library.sh"
+    output = folder / "libtreewy_host.so"
+    run = subprocess.run(
+        [str(script), str(output), str(folder)],
+        env={**os.environ, "CUDA_HOME": home},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return cuda_library.CudaLibrary(output)
+
+
+@pytest.fixture
+def host(host_library, monkeypatch):
+    """A machine whose kernels run on the CPU."""
+    monkeypatch.setattr(cuda_library, "load_library", lambda: host_library)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Machine("cpu")
+    torch.set_num_threads(threads)
+    cuda_ops._error_counters.clear()
+
+
+def types_id(types):
+    return "-".join(str(t)[6:] for t in types)
+
+
+@pytest.mark.parametrize("types", TYPES, ids=types_id)
+@pytest.mark.parametrize("nodes", [1, 5, 16, 17, 33])
+def test_verify_equals_the_reference(host, nodes, types):
+    for index, decay in enumerate(DECAYS):
+        case = TreeCase(
+            nodes + index, DIMS[(nodes + index) % 3], nodes, dtype=types[0], state_dtype=types[1],
+            decay=decay, shape=("random", "chain", "levels")[index], batch=2, pads=index % 2,
+        )  # fmt: skip
+        suite.check_verify(host, case, pad=((0, 0), (8, 1), (1, 1))[index])
+        history = suite.random_history(case, (3, 16, 18)[index])
+        suite.check_verify(host, case, history=history)
+
+
+def test_verify_of_the_largest_tree(host):
+    case = TreeCase(1, DIMS[0], 128, shape="chain", batch=1, full=True)
+    suite.check_verify(host, case)
+    suite.check_no_worse_than_recurrence(host, case)
+
+
+@pytest.mark.parametrize("types", [(F32, F32), (BF16, BF16)], ids=types_id)
+def test_verify_of_a_node_equals_its_path_run_alone(host, types):
+    case = TreeCase(4, DIMS[1], 20, dtype=types[0], state_dtype=types[1])
+    suite.check_verify_oracle(host, case)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_verify_selects_poison_away(host, poison):
+    for nodes in (9, 33):
+        suite.check_verify_poison(host, TreeCase(nodes, DIMS[0], nodes), poison)
+
+
+@pytest.mark.parametrize("types", TYPES, ids=types_id)
+@pytest.mark.parametrize("nodes", [1, 2, 17, 40])
+def test_commit_moves_every_layer_to_the_accepted_node(host, nodes, types):
+    for index, decay in enumerate(DECAYS):
+        case = TreeCase(
+            nodes + index, (*DIMS, Dims(2, 4, 8, 8), Dims(1, 1, 24, 40))[(nodes + index) % 5],
+            nodes, dtype=types[0], state_dtype=types[1], decay=decay,
+            shape=("random", "chain", "star")[index], layers=2, pads=index % 2,
+        )  # fmt: skip
+        suite.check_commit(host, case)
+
+
+def test_commit_splits_large_heads(host):
+    for state_dtype in (F32, BF16):
+        dims = Dims(1, 1, 256, 200)
+        suite.check_commit(host, TreeCase(5, dims, 20, state_dtype=state_dtype, layers=2))
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+def test_commit_by_blocks_of_several_items(host, state_dtype):
+    """208 items a row, 3 a block and 1 in the last: the next state is loaded during the update."""
+    case = TreeCase(
+        8, Dims(2, 16, 8, 8), 9, state_dtype=state_dtype, layers=13, batch=15, slots=17, pads=2
+    )
+    suite.check_commit(host, case)
+    suite.check_deferred(host, case, capacity=7, steps=3)
+
+
+def test_rows_that_accept_nothing_keep_every_bit(host):
+    suite.check_nothing_accepted(host, TreeCase(1, DIMS[0], 7, layers=2))
+
+
+def test_commit_selects_poison_away(host):
+    suite.check_commit_poison(host, TreeCase(2, DIMS[1], 20, layers=2, full=True))
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+@pytest.mark.parametrize("capacity", [3, 9, 20])
+def test_deferred_commit_equals_the_reference(host, capacity, state_dtype):
+    dims = (DIMS[2], Dims(1, 2, 256, 48), DIMS[0])[capacity % 3]
+    case = TreeCase(capacity, dims, 12, state_dtype=state_dtype, layers=2, pads=1)
+    suite.check_deferred(host, case, capacity=capacity)
+
+
+def test_a_path_longer_than_the_history_is_left_alone(host):
+    suite.check_too_long_for_history(host, TreeCase(3, DIMS[0], 12, shape="chain", layers=2))
+
+
+def test_malformed_parents_move_nothing(host):
+    suite.check_malformed_parents(host, TreeCase(6, DIMS[0], 12, layers=2))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("width", [2, 4, 7])
+def test_conv_equals_the_reference(host, width, dtype):
+    for index, nodes in enumerate((1, 9, 40)):
+        case = suite.conv_case(
+            nodes, nodes=nodes, dtype=dtype, channels=(64, 1032, 19)[index], width=width
+        )
+        suite.check_conv(host, case, bias=index % 2 == 0, pad=(0, 8, 1)[index])
+        suite.check_conv_commit(host, case, pad=(0, 8, 1)[index])
+
+
+def test_conv_by_blocks_of_several_nodes(host):
+    case = suite.conv_case(
+        3, nodes=39, dtype=F32, channels=8, width=4, layers=1, batch=128, slots=130
+    )
+    suite.check_conv(host, case, bias=True, pad=0)
+
+
+def test_conv_of_a_path_has_the_same_bits_everywhere(host):
+    for dtype in (F32, BF16):
+        case = suite.conv_case(1, nodes=17, dtype=dtype, channels=40, width=4)
+        suite.check_conv_path_bits(host, case)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("width", [2, 4, 7])
+def test_prefill_conv_equals_the_reference(host, width, dtype):
+    for lengths in ((1,), (5, 0, 70, 1, 2, 33)):
+        for channels, pad in ((40, 8), (19, 1)):
+            suite.check_prefill_conv(
+                host, width, dtype=dtype, channels=channels, width=width, lengths=lengths, pad=pad
+            )
+
+
+@pytest.mark.parametrize("types", TYPES, ids=types_id)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_prefill_equals_the_reference(host, types, decay):
+    for dims, lengths in ((DIMS[0], (5, 0, 70, 1, 33)), (Dims(1, 2, 136, 40), (19,))):
+        suite.check_prefill(
+            host, 7, dims, lengths=lengths, dtype=types[0], state_dtype=types[1], decay=decay
+        )
+
+
+def test_prefill_of_many_sequences_takes_the_wide_tile(host):
+    suite.check_prefill(host, 9, Dims(4, 16, 8, 64), lengths=tuple(range(1, 18)))
+
+
+def test_prefill_does_not_spread_poison(host):
+    suite.check_prefill_poison(host, 10, DIMS[2])
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 17, 128])
+def test_greedy_acceptance_equals_the_runtime_rule(host, nodes):
+    for max_path in (None, 1, 4):
+        suite.check_greedy(host, nodes, nodes, max_path=max_path)
+
+
+@pytest.mark.parametrize("policy", ["reconstruct", "deferred"])
+def test_many_commits_drift_no_more_than_plain_decoding(host, policy):
+    suite.check_drift(host, "random", steps=20, dims=Dims(1, 1, 64, 64), policy=policy)
+
+
+def test_deferred_and_reconstruct_agree(host):
+    suite.check_policies_agree(host, steps=6, dims=Dims(1, 2, 64, 64))
