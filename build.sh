@@ -27,7 +27,8 @@ usage() {
     cat <<'TEXT'
 Usage: ./build.sh [VERB] [ARGUMENTS]
 
-  (none)                 build and install what this machine can, into .venv
+  (none)                 build and install what this machine can: the package into .venv, and
+                         the CUDA kernels into build/ where nvcc is found
   demo [PROMPT] [ARGS]   generate text with the shipped model, with and without drafts;
                          ARGS go to `trtllm-treewy generate` (trtllm-treewy generate --help)
   test [ARGS]            run the tests; ARGS go to pytest, such as -k NAME or -m slow
@@ -41,6 +42,7 @@ Environment:
   TREEWY_TORCH_INDEX     package index to take torch from, or "none" for pip's own setting.
                          Unset, a machine without an NVIDIA GPU whose pip has no settings
                          takes the small CPU build, and any other what pip's settings give
+  TREEWY_CUDA_ARCHS      GPU architectures to build the kernels for, as in "90 100"
   pip's own variables and configuration files are respected
 TEXT
 }
@@ -207,16 +209,26 @@ ensure() {
 
 build() {
     ensure ""
+    build_kernels
     summary
 }
 
+# The CUDA kernels, where nvcc is found: for the GPU of this machine, else for the two that have
+# the fast paths. TREEWY_CUDA_ARCHS names others.
+build_kernels() {
+    command -v "${NVCC:-nvcc}" >/dev/null || return 0
+    local archs="${TREEWY_CUDA_ARCHS:-}"
+    if [ -z "$archs" ] && command -v nvidia-smi >/dev/null; then
+        archs="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null |
+            tr -d '. ' | sort -u | tr '\n' ' ')" || archs=""
+    fi
+    archs="${archs:-90 100}"
+    say "Building the CUDA kernels for ${archs% } (a minute or two for each)"
+    TREEWY_CUDA_ARCHS="$archs" plugins/build_library.sh || kernels_failed="they did not compile, see above"
+}
+kernels_failed=""
+
 summary() {
-    local gpu
-    gpu="$("$PYTHON" - <<'CODE'
-import torch
-print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
-CODE
-)"
     say "Built and installed"
     "$PYTHON" - <<'CODE'
 import platform
@@ -226,17 +238,17 @@ print(f"    trtllm-treewy {version('trtllm-treewy')} in .venv: Python {platform.
       f"torch {version('torch')}, transformers {version('transformers')}")
 print("    operators treewy::*: the torch reference, which runs on any device")
 CODE
+    [ -n "$kernels_failed" ] || [ ! -e build/libtreewy.so ] ||
+        note "build/libtreewy.so: the CUDA kernels, which serve on a GPU"
     say "Left out"
-    if command -v nvcc >/dev/null; then
-        note "CUDA library: not built by this release, the torch reference serves (nvcc was found)"
-    else
-        note "CUDA library: not built by this release, the torch reference serves (no nvcc either)"
+    if [ -n "$kernels_failed" ]; then
+        note "CUDA kernels: $kernels_failed"
+    elif [ ! -e build/libtreewy.so ]; then
+        note "CUDA kernels: no nvcc to compile them (CUDA 13); the torch reference serves"
     fi
-    note "TensorRT plugin and engines, Triton models: not in this release"
-    if [ -z "$gpu" ]; then
+    note "TensorRT plugin and engines, Triton models: not part of this release"
+    if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         note "GPU: torch sees none on this machine, models run on the CPU"
-    else
-        note "nothing for the GPU but the above: torch runs models on the $gpu"
     fi
     say "Next: ./build.sh demo, or .venv/bin/trtllm-treewy --help"
 }
@@ -248,15 +260,43 @@ demo() {
         shift
     fi
     [ "${1:-}" != "--" ] || shift
+    # What shapes the drafts is for the first run alone; the rest is for both.
+    local drafts=yes shape=() rest=()
+    while [ $# -gt 0 ]; do
+        case "$1" in
+            --no-speculation) drafts=no ;;
+            --draft-tree-widths | --draft-tree-parents | --dynamic-tree | --dynamic-tree-top-k | \
+                --max-draft-len)
+                shape+=("${@:1:2}")
+                [ $# -eq 1 ] || shift
+                ;;
+            --draft-tree-widths=* | --draft-tree-parents=* | --dynamic-tree=* | \
+                --dynamic-tree-top-k=* | --max-draft-len=*)
+                shape+=("$1")
+                ;;
+            *) rest+=("$1") ;;
+        esac
+        shift
+    done
     ensure ""
     # float32, so that both runs give the same tokens and not only equally good ones.
     local generate=("$PYTHON" -m trtllm_treewy.cli generate "$MODEL" --prompt "$prompt"
-        --dtype float32 --max-tokens 128)
-    say "With a draft tree of widths 3,3,3"
+        --dtype float32 --max-tokens 128 "${rest[@]}")
+    if [ "$drafts" = no ]; then
+        say "Without drafts"
+        printf '%s' "$prompt"
+        # Should both be given, the command says that they exclude each other.
+        "${generate[@]}" --no-speculation "${shape[@]}"
+        return
+    fi
+    say "With a draft tree: ${shape[*]:---draft-tree-widths 3,3,3, the default}"
     printf '%s' "$prompt"
-    "${generate[@]}" --draft-tree-widths 3,3,3 "$@"
+    "${generate[@]}" "${shape[@]}"
     say "The same without drafts (text not shown)"
-    "${generate[@]}" --no-speculation "$@" >/dev/null
+    "${generate[@]}" --no-speculation >/dev/null
+    say "What to look at: the tokens a verification step"
+    note "Times on a CPU are no measure of the method: there every node of a tree costs time,"
+    note "where a GPU mostly reads weights and states, once for the whole tree."
 }
 
 run_tests() {
@@ -271,7 +311,7 @@ lint() {
     step ruff-format "$PYTHON" -m ruff format --check .
     step mypy type_check
     if command -v shellcheck >/dev/null; then
-        step shellcheck shellcheck build.sh .ci/run
+        step shellcheck shellcheck build.sh .ci/run plugins/*.sh plugins/tests/*.sh
     else
         say "shellcheck: not installed, skipped"
     fi

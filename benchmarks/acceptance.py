@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import time
 from datetime import date
 from pathlib import Path
 
@@ -35,7 +34,7 @@ TREES: dict[str, dict | None] = {
 
 
 def measure(model: Path, prompts: list[str], config: dict | None, max_tokens: int) -> dict:
-    """Tokens, statistics and seconds of one tree over all prompts."""
+    """Tokens and statistics of one tree over all prompts."""
     with LLM(
         model,
         dtype="float32",
@@ -43,13 +42,10 @@ def measure(model: Path, prompts: list[str], config: dict | None, max_tokens: in
         max_batch_size=8,
         max_seq_len=max_tokens + 256,
     ) as llm:
-        start = time.perf_counter()
         outputs = llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-        seconds = time.perf_counter() - start
     stats = sum((o.speculation for o in outputs if o.speculation), AcceptanceStats())
     return {
         "token_ids": [output.outputs[0].token_ids for output in outputs],
-        "seconds": round(seconds, 2),
         **stats.to_dict(),
     }
 
@@ -69,9 +65,7 @@ def main() -> None:
     for name, config in TREES.items():
         results[name] = measure(args.model, prompts, config, args.max_tokens)
         length = results[name]["acceptance_length"]
-        print(
-            f"{name:20} {length:6.3f} tokens a step, {results[name]['seconds']:.1f} s", flush=True
-        )
+        print(f"{name:20} {length:6.3f} tokens a step", flush=True)
     plain = results["plain"]["token_ids"]
     for result in results.values():
         result["same_tokens_as_plain"] = result.pop("token_ids") == plain

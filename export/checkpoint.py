@@ -92,7 +92,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig) -> torch.dtype:
         dtype = DTYPES.get(dtype.removeprefix("torch."), dtype)
     if isinstance(dtype, torch.dtype) and dtype in (*DTYPES.values(), torch.float64):
         return dtype
-    raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)} or a torch type; came {dtype!r}")
+    raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)} or a torch type, got {dtype!r}")
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def _read_inventory(root: Path, problems: Problems) -> _Inventory:
         path.name for path in root.glob("*") if path.suffix in (".safetensors", ".bin")
     )
     raise FileNotFoundError(
-        f"{root}: expected {SINGLE_NAME} or {INDEX_NAME}; came "
+        f"{root}: expected {SINGLE_NAME} or {INDEX_NAME}, got "
         f"{', '.join(present[:_NAMES_SHOWN]) or 'no weight files'}"
     )
 
@@ -254,7 +254,7 @@ def _index_files(index: Path, problems: Problems) -> dict[str, set[str]]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or file in ("", ".", "..") or re.search(r"[/\\\0]", file):
             raise ValueError(
-                f"{index}: {name}: expected the name of a file beside the index; came {file!r}"
+                f"{index}: {name}: expected the name of a file beside the index, got {file!r}"
             )
         files.setdefault(file, set()).add(name)
     return files
@@ -327,8 +327,8 @@ def _read(handle: Any, part: StoredTensor) -> Tensor:
         raise ValueError(f"{part.file}: {part.name} cannot be read: {error}") from None
     if tuple(value.shape) != part.shape:
         raise ValueError(
-            f"{part.file} changed while it was read: {part.name}: expected {list(part.shape)}; "
-            f"came {list(value.shape)}"
+            f"{part.file} changed while it was read: {part.name}: expected {list(part.shape)}, "
+            f"got {list(value.shape)}"
         )
     return value
 
@@ -386,7 +386,7 @@ def _check_range(block: Tensor, value: Tensor, part: StoredTensor) -> None:
     if block.dtype != torch.float16 or block.isfinite().all() or not value.isfinite().all():
         return
     raise ValueError(
-        f"{part.file}: {part.name} does not fit float16 (expected magnitudes up to 65504; came "
+        f"{part.file}: {part.name} does not fit float16 (expected magnitudes up to 65504, got "
         f"{value.abs().max().item():g}): use bfloat16 or float32"
     )
 
@@ -395,8 +395,7 @@ def _check_shape(tensor: StoredTensor, shape: tuple[int, ...], problems: Problem
     if tensor.shape != shape:
         problems.add(
             "misshapen tensors",
-            f"{tensor.name} ({tensor.file.name}): expected {list(shape)}; "
-            f"came {list(tensor.shape)}",
+            f"{tensor.name} ({tensor.file.name}): expected {list(shape)}, got {list(tensor.shape)}",
         )
 
 

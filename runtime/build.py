@@ -18,11 +18,14 @@ from trtllm_treewy.model import Qwen3_5ForCausalLM
 
 from .drafter import Drafter, MtpDynamicDrafter, MtpStaticDrafter, NullDrafter
 from .engine import Engine
-from .executor_torch import ExecutorLimits, TorchExecutor, make_kv_cache, make_state_manager
+from .executor import Executor, ExecutorLimits
+from .executor_torch import TorchExecutor, make_kv_cache, make_state_manager
 
 # What caches may take of the memory that is free, unless the user says.
 DEFAULT_MEMORY_FRACTION = 0.9
-GIB = 1 << 30
+# Host-side tables have a row for each slot.
+MAX_BATCH_SIZE = 1 << 16
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -85,14 +88,15 @@ def check_speculation(speculation: MTPDecodingConfig, config: ModelConfig) -> No
             "speculative_config asks for MTP drafts, but the model has no MTP module "
             "(mtp_num_hidden_layers is 0)"
         )
-    if speculation.top_k > config.vocab_size:
+    # A dynamic tree considers as many candidates as there are; a fixed one must be filled.
+    if speculation.kind == "static" and speculation.top_k > config.vocab_size:
         raise ValueError(
             f"speculative_config drafts {speculation.top_k} tokens below a node, the vocabulary "
             f"has {config.vocab_size}"
         )
 
 
-def make_drafter(executor: TorchExecutor, speculation: MTPDecodingConfig) -> Drafter:
+def make_drafter(executor: Executor, speculation: MTPDecodingConfig) -> Drafter:
     """The drafter that the settings ask for."""
     if speculation.kind == "none":
         return NullDrafter()
@@ -122,6 +126,8 @@ def plan_limits(
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    if max_batch_size > MAX_BATCH_SIZE:
+        raise ValueError(f"max_batch_size is {max_batch_size}, expected at most {MAX_BATCH_SIZE}")
     if max_seq_len > config.max_position_embeddings:
         raise ValueError(
             f"max_seq_len is {max_seq_len}, expected at most the model's "
@@ -191,7 +197,7 @@ def fit_to_memory(
     """
     free = free_memory(device)
     fraction = cache.free_gpu_memory_fraction or DEFAULT_MEMORY_FRACTION
-    if free is None:
+    if free is None or not plan.kv_block:
         return limits
     room = int(free * fraction) - plan.weights - plan.state
     rows = limits.max_seq_len + limits.scratch_rows
@@ -200,33 +206,62 @@ def fit_to_memory(
     # One block more: padding is written to it.
     missing = (wanted + 1) * plan.kv_block - room
     if missing > 0:
-        per_sequence = plan.state // limits.max_batch_size
-        fewer = -(-missing // max(1, per_sequence))
         raise MemoryError(
-            f"weights ({plan.weights / GIB:.2f} GiB), states of max_batch_size="
-            f"{limits.max_batch_size} sequences ({plan.state / GIB:.2f} GiB) and "
-            f"{wanted * limits.tokens_per_block} tokens of KV cache "
-            f"({wanted * plan.kv_block / GIB:.2f} GiB) exceed {fraction:.0%} of the "
-            f"{free / GIB:.2f} GiB free on {device} by {missing / GIB:.2f} GiB; "
-            f"lower max_batch_size by {fewer}, or the KV tokens (max_seq_len, "
-            f"kv_cache_config.max_tokens) by "
-            f"{-(-missing // plan.kv_block) * limits.tokens_per_block}"
+            f"weights ({_size(plan.weights)}), states of max_batch_size={limits.max_batch_size} "
+            f"sequences ({_size(plan.state)}) and {wanted * limits.tokens_per_block} tokens of KV "
+            f"cache ({_size(wanted * plan.kv_block)}) exceed the {_size(int(free * fraction))} "
+            f"that may be used on {device} ({fraction:.0%} of what is free) by {_size(missing)}; "
+            f"{_advice(limits, plan, wanted, missing)}"
         )
     return replace(limits, num_blocks=min(limits.num_blocks, room // plan.kv_block - 1))
+
+
+def _advice(limits: ExecutorLimits, plan: AllocationPlan, blocks: int, missing: int) -> str:
+    """What to lower, and by how much, so that `missing` bytes are saved."""
+    ways = []
+    fewer = -(-missing // max(1, plan.state // limits.max_batch_size))
+    if fewer < limits.max_batch_size:
+        ways.append(f"max_batch_size by {fewer}")
+    fewer_blocks = -(-missing // plan.kv_block)
+    if fewer_blocks < blocks:
+        tokens = fewer_blocks * limits.tokens_per_block
+        ways.append(f"the KV tokens (max_seq_len, kv_cache_config.max_tokens) by {tokens}")
+    if not ways:
+        return "no smaller batch or sequence fits beside the weights; take a smaller dtype or model"
+    return f"lower {', or '.join(ways)}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that can be allocated on `device`; None where there is no telling."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
+    limits = [limit for limit in (_free_of_machine(), _free_of_container()) if limit is not None]
+    return min(limits, default=None)
+
+
+def _free_of_machine() -> int | None:
+    for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def _free_of_container() -> int | None:
+    """What the control group (v2) of a container leaves, if it limits memory at all."""
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    used = _read("/sys/fs/cgroup/memory.current").strip()
+    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""
 
 
 def _history(speculation: MTPDecodingConfig) -> int | None:

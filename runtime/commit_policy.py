@@ -8,7 +8,7 @@ stash, one row a running sequence, all layers in one buffer), and commits once a
   which verification takes into account, and rewrites the state only when the history is full.
 * `snapshot`: keeps the whole state of every node and copies one. A baseline and an oracle.
 
-The operators are `torch.ops.treewy.*`; the shapes are those of DESIGN section 2.
+The operators are `torch.ops.treewy.*`; their shapes are in `trtllm_treewy/ops.py`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class CommitPolicy(ABC):
 
     @abstractmethod
     def commit(self, tree: TreeBatch, accepted: Tensor, keys: Tensor | None) -> None:
-        """Move every row to its accepted node; -1 rows keep every bit.
+        """Moves every row to its accepted node; -1 rows keep every bit.
 
         Args:
             tree: the tree verified last.
@@ -115,15 +115,15 @@ class CommitPolicy(ABC):
         """
 
     def check(self, tree: TreeBatch) -> None:
-        """Raise ValueError for a tree this policy could not commit."""
+        """Raises ValueError for a tree this policy could not commit."""
         return  # any tree will do
 
     def clear(self, slot: int) -> None:
-        """Forget what the policy itself holds of `slot`."""
+        """Forgets what the policy itself holds of `slot`."""
         return  # it holds nothing
 
     def materialize(self, slot: Tensor) -> None:
-        """Bring the state pool of `slot` (int32 [B], -1 skipped) up to date."""
+        """Brings the state pool of `slot` (int32 [B], -1 skipped) up to date."""
         return  # it is
 
     @property
@@ -209,7 +209,7 @@ class DeferredPolicy(ReconstructPolicy):
 
     def check(self, tree: TreeBatch) -> None:
         if tree.parents.device.type != "cpu":
-            return  # reading the depth would wait for the device; the operator checks the path
+            return  # reading the depth would wait for the device; the engine sizes the history
         longest = int(tree.depth.max()) + 1
         if longest > self.history_capacity:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from trtllm_treewy.batch import PrefillBatch
 from trtllm_treewy.draft_tree import DraftTree, DynamicTreeBuilder, TreeTopology
 
-from .executor_torch import TorchExecutor
+from .executor import Executor
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,22 @@ class MtpCache:
     # Prompt pairs are entered as they come, so that hidden states of long prompts are not held.
     MAX_PENDING = 256
 
-    def __init__(self, executor: TorchExecutor) -> None:
+    def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._length: dict[int, int] = {}
-        self._pending: dict[int, list[tuple[Sequence[int], Tensor]]] = {}
+        self._pending: dict[int, _Pairs] = {}
 
     def add(self, slot: int, token_ids: Sequence[int], hidden: Tensor) -> None:
-        pending = self._pending.setdefault(slot, [])
-        pending.append((token_ids, hidden))
-        if sum(len(tokens) for tokens, _ in pending) > self.MAX_PENDING:
+        """Takes verified pairs; enters all but the newest at once where there are many."""
+        new = _Pairs(list(token_ids), hidden)
+        pairs = self._pending.get(slot)
+        pairs = new if pairs is None else pairs.joined(new)
+        self._pending[slot] = pairs
+        if len(pairs.token_ids) > self.MAX_PENDING:
+            # The newest pair waits for the proposal: its entry is what the drafts start from.
+            self._pending[slot] = pairs.part(0, -1)
             self.extend([slot])
+            self._pending[slot] = pairs.part(-1, None)
 
     def drop(self, slot: int) -> None:
         self._length.pop(slot, None)
@@ -91,22 +97,32 @@ class MtpCache:
         Raises:
             ValueError: a slot has no pending pair, so there is nothing to draft from.
         """
-        token_ids: list[int] = []
-        hidden: list[Tensor] = []
-        lengths, contexts = [], []
         for slot in slots:
-            pairs = self._pending.pop(slot, [])
-            if not pairs:
+            if slot not in self._pending:
                 raise ValueError(f"slot {slot} has no verified token to draft from")
-            tokens = [token for ids, _ in pairs for token in ids]
-            token_ids += tokens
-            hidden += [states for _, states in pairs]
-            lengths.append(len(tokens))
-            contexts.append(self._length.get(slot, 0))
-            self._length[slot] = contexts[-1] + lengths[-1]
+        pairs = [self._pending.pop(slot) for slot in slots]
+        lengths = [len(some.token_ids) for some in pairs]
+        contexts = [self._length.get(slot, 0) for slot in slots]
+        for slot, context, length in zip(slots, contexts, lengths, strict=True):
+            self._length[slot] = context + length
+        token_ids = [token for some in pairs for token in some.token_ids]
         batch = prefill_batch(token_ids, lengths, slots, contexts, self._executor.device)
-        output = self._executor.draft_extend(batch, torch.cat(hidden))
+        output = self._executor.draft_extend(batch, torch.cat([some.hidden for some in pairs]))
         return output.logits, output.hidden
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Consecutive pairs of a sequence: `token_ids` and `hidden` [len(token_ids), hidden]."""
+
+    token_ids: list[int]
+    hidden: Tensor
+
+    def joined(self, later: _Pairs) -> _Pairs:
+        return _Pairs([*self.token_ids, *later.token_ids], torch.cat([self.hidden, later.hidden]))
+
+    def part(self, start: int, stop: int | None) -> _Pairs:
+        return _Pairs(self.token_ids[start:stop], self.hidden[start:stop])
 
 
 def prefill_batch(
@@ -135,7 +151,7 @@ class DraftPass:
     verified one), and which of them each node sees: its ancestors and itself.
     """
 
-    def __init__(self, executor: TorchExecutor, roots: Sequence[DraftRoot]) -> None:
+    def __init__(self, executor: Executor, roots: Sequence[DraftRoot]) -> None:
         device = executor.device
         self._executor = executor
         self._slot = torch.tensor([r.slot for r in roots], dtype=torch.int32, device=device)
@@ -210,12 +226,11 @@ class _Level:
     entry: Tensor
 
 
-class MtpStaticDrafter:
-    """Fills a fixed topology: the k-th child of a node takes the module's k-th best token."""
+class _MtpDrafter:
+    """What the MTP drafters share: the module's cache, fed with verified tokens."""
 
-    def __init__(self, executor: TorchExecutor, topology: TreeTopology) -> None:
+    def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._topology = topology
         self._cache = MtpCache(executor)
 
     def observe(self, slot: int, token_ids: Sequence[int], hidden: Tensor) -> None:
@@ -223,6 +238,14 @@ class MtpStaticDrafter:
 
     def forget(self, slot: int) -> None:
         self._cache.drop(slot)
+
+
+class MtpStaticDrafter(_MtpDrafter):
+    """Fills a fixed topology: the k-th child of a node takes the module's k-th best token."""
+
+    def __init__(self, executor: Executor, topology: TreeTopology) -> None:
+        super().__init__(executor)
+        self._topology = topology
 
     @torch.inference_mode()
     def propose(self, roots: Sequence[DraftRoot]) -> list[DraftTree]:
@@ -269,21 +292,12 @@ class MtpStaticDrafter:
             log_probs[:, ids] = log_probs[:, node, None] + scores[:, column, : len(ids)]
 
 
-class MtpDynamicDrafter:
+class MtpDynamicDrafter(_MtpDrafter):
     """Grows each tree best first, by the module's own confidence, under a node budget."""
 
-    def __init__(
-        self, executor: TorchExecutor, *, max_nodes: int, max_depth: int, top_k: int
-    ) -> None:
-        self._executor = executor
+    def __init__(self, executor: Executor, *, max_nodes: int, max_depth: int, top_k: int) -> None:
+        super().__init__(executor)
         self._max_nodes, self._max_depth, self._top_k = max_nodes, max_depth, top_k
-        self._cache = MtpCache(executor)
-
-    def observe(self, slot: int, token_ids: Sequence[int], hidden: Tensor) -> None:
-        self._cache.add(slot, token_ids, hidden)
-
-    def forget(self, slot: int) -> None:
-        self._cache.drop(slot)
 
     @torch.inference_mode()
     def propose(self, roots: Sequence[DraftRoot]) -> list[DraftTree]:

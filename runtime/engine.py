@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trtllm_treewy.batch import TreeBatch
 from trtllm_treewy.draft_tree import DraftTree, fit_to_budget, to_tree_batch
 
 from .acceptance import Acceptance, greedy_accept
 from .drafter import Drafter, DraftRoot, prefill_batch
-from .executor_torch import StepOutput, TorchExecutor
+from .executor import Executor, StepOutput
 from .request import Request
 from .scheduler import PrefillChunk, Scheduler
+
+NOT_FINITE = (
+    "the model's logits are not finite; its weights, or its activations in this type, overflow"
+)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """`token_ids` int64 [batch, N] chosen after each node; `faulty` where there was no choosing."""
+
+    token_ids: Tensor
+    faulty: Tensor
 
 
 class Engine:
     """Runs requests to their end. One step serves every request that holds a slot."""
 
-    def __init__(self, executor: TorchExecutor, drafter: Drafter, max_num_tokens: int) -> None:
+    def __init__(self, executor: Executor, drafter: Drafter, max_num_tokens: int) -> None:
         limits = executor.limits
         if max_num_tokens < limits.max_batch_size:
             raise ValueError(
@@ -111,13 +123,17 @@ class Engine:
             self._executor.device,
         )
         output = self._executor.prefill(batch)
-        target = self._target_ids(
+        choice = self._choose(
             output.logits[:, None], [chunk.request for chunk in chunks], depth=None
         )
         states = output.hidden.split([chunk.length for chunk in chunks])
-        for chunk, hidden, chosen in zip(chunks, states, target[:, 0].tolist(), strict=True):
-            request = chunk.request
+        faulty, target = choice.faulty[:, 0].tolist(), choice.token_ids[:, 0].tolist()
+        for row, (chunk, hidden) in enumerate(zip(chunks, states, strict=True)):
+            request, chosen = chunk.request, target[row]
             request.num_prefilled += chunk.length
+            if faulty[row]:
+                request.fail(NOT_FINITE)
+                continue
             if request.prompt_done:
                 request.append([chosen])
             following = chosen
@@ -136,23 +152,28 @@ class Engine:
             self._executor.device,
         )
         output = self._executor.verify(batch)
-        target = self._target_ids(output.logits, requests, batch.depth)
-        acceptance = greedy_accept(batch, target)
+        choice = self._choose(output.logits, requests, batch.depth)
+        longest = 1 + max(tree.depth for tree in trees)
+        acceptance = greedy_accept(batch, choice.token_ids, max_path=longest)
         self._executor.commit(batch, acceptance)
-        self._postprocess(requests, trees, batch, output, acceptance)
+        self._postprocess(requests, trees, output, choice, acceptance)
 
     def _postprocess(
         self,
         requests: Sequence[Request],
         trees: Sequence[DraftTree],
-        batch: TreeBatch,
         output: StepOutput,
+        choice: _Choice,
         acceptance: Acceptance,
     ) -> None:
         """Appends each sequence's accepted tokens and bonus, and tells the drafter of them."""
         paths, bonus = acceptance.path.tolist(), acceptance.bonus_ids.tolist()
+        faulty = choice.faulty.tolist()
         for row, request in enumerate(requests):
             path = [node for node in paths[row] if node >= 0]
+            if any(faulty[row][node] for node in path):
+                request.fail(NOT_FINITE)
+                continue
             tokens = [trees[row].token_ids[node] for node in path[1:]] + [bonus[row]]
             taken = request.append(tokens)
             request.stats.record(trees[row].num_nodes - 1, taken - 1)
@@ -160,10 +181,8 @@ class Engine:
                 self._drafter.observe(_slot(request), tokens, output.hidden[row, path])
 
     @torch.inference_mode()
-    def _target_ids(
-        self, logits: Tensor, requests: Sequence[Request], depth: Tensor | None
-    ) -> Tensor:
-        """The model's own choice after every node, int64 [batch, N]; greedy.
+    def _choose(self, logits: Tensor, requests: Sequence[Request], depth: Tensor | None) -> _Choice:
+        """The model's own choice after every node; greedy.
 
         End and stop tokens are out of the question where `min_tokens` is not reached yet.
         """
@@ -179,7 +198,8 @@ class Engine:
             ids = torch.tensor(sorted(forbidden), device=logits.device)
             masked = logits[row][:, ids].masked_fill(early[:, None], -torch.inf)
             logits[row, :, ids] = masked
-        return logits.argmax(dim=-1)
+        best = logits.max(dim=-1)
+        return _Choice(best.indices, ~best.values.isfinite())
 
 
 def _slot(request: Request) -> int:

@@ -1,17 +1,6 @@
-"""Runs the model with torch operators: the only file that turns batches into device work.
-
-Every executor has this interface, so the scheduler, the drafter and acceptance do not know which
-one runs:
-
-    prefill(batch)          -> logits of each prompt's last token, hidden states
-    verify(tree)            -> logits and hidden states of every node; committed state untouched
-    commit(tree, accepted)  -> state, conv state and KV cache move to the accepted nodes
-    draft_extend, draft     -> the MTP module over verified tokens, and over nodes of a draft
-"""
+"""The executor that runs the model with torch operators, on a CPU or a GPU."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,37 +10,9 @@ from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.model import AttentionStep, Qwen3_5ForCausalLM
 
 from .acceptance import Acceptance
+from .executor import ExecutorLimits, StepOutput
 from .kv_cache import KvCache
 from .state_manager import StateManager
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """`logits` [..., vocab] float32 and `hidden` [..., hidden], final-normed."""
-
-    logits: Tensor
-    hidden: Tensor
-
-
-@dataclass(frozen=True)
-class ExecutorLimits:
-    """What is allocated once, before the first request.
-
-    Attributes:
-        max_batch_size: sequences held at once; each has a state slot.
-        max_seq_len: tokens of a sequence, prompt and output.
-        max_nodes: nodes of a draft tree, root included.
-        scratch_rows: cache rows of a sequence beyond its length, for nodes that are not verified
-            yet: those of the tree, or of a draft in progress, whichever are more.
-        num_blocks, tokens_per_block: the KV cache's pages.
-    """
-
-    max_batch_size: int
-    max_seq_len: int
-    max_nodes: int
-    scratch_rows: int
-    num_blocks: int
-    tokens_per_block: int
 
 
 def make_state_manager(
@@ -106,7 +67,7 @@ class _LayersFrom:
 
 
 class TorchExecutor:
-    """Owns the model, the state pools and the KV cache, on one device."""
+    """The `Executor` over torch operators: owns the model, the state pools and the KV cache."""
 
     def __init__(
         self,
@@ -138,24 +99,17 @@ class TorchExecutor:
         self._first_mtp_layer = len(model.config.attention_layers)
 
     def try_allocate(self, slot: int, num_tokens: int) -> bool:
-        """Takes a slot for a sequence of up to `num_tokens`; False if the KV cache is full."""
         if not self.kv_cache.try_reserve(slot, num_tokens + self.limits.scratch_rows):
             return False
         self.state.allocate(slot)
         return True
 
     def free(self, slot: int) -> None:
-        """Gives the slot and its cache blocks back."""
         self.kv_cache.free(slot)
         self.state.free(slot)
 
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch) -> StepOutput:
-        """Runs prompt tokens into state and cache.
-
-        Returns:
-            `logits` [batch, vocab] of each sequence's last token here, `hidden` [T, hidden].
-        """
         hidden = self.model(
             batch.token_ids,
             batch.positions,
@@ -167,7 +121,6 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def verify(self, tree: TreeBatch) -> StepOutput:
-        """Scores every node of every tree; `logits` [batch, N, vocab], `hidden` [batch, N, H]."""
         hidden = self.model(
             tree.token_ids,
             tree.positions,
@@ -178,25 +131,14 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def commit(self, tree: TreeBatch, acceptance: Acceptance) -> None:
-        """Moves each sequence to its accepted node; rows that accept nothing stay as they are."""
         self.state.commit(acceptance.accepted)
         self.kv_cache.compact(tree.slot, acceptance.path, tree.context_lens)
 
     def discard(self) -> None:
-        """Forgets a verified tree that was not committed, if there is one."""
         self.state.discard()
 
     @torch.inference_mode()
     def draft_extend(self, batch: PrefillBatch, hidden: Tensor) -> StepOutput:
-        """Enters verified tokens into the MTP module's cache.
-
-        Args:
-            batch: entry t of a sequence carries token t+1; `context_lens` counts entries.
-            hidden: [T, hidden], the model's hidden state of token t.
-
-        Returns:
-            Logits [batch, vocab] and hidden [batch, hidden] of each sequence's last entry.
-        """
         attention = _LayersFrom(self.kv_cache.prefill(batch), self._first_mtp_layer)
         out = self.model.draft(batch.token_ids, hidden, batch.positions, attention)
         last = out[batch.cu_seqlens[1:].long() - 1]
@@ -212,15 +154,6 @@ class TorchExecutor:
         write_offsets: Tensor,
         mask: Tensor,
     ) -> StepOutput:
-        """Runs the MTP module over draft nodes, written provisionally after the verified entries.
-
-        Args:
-            token_ids, positions: int64 [batch, W].
-            hidden: [batch, W, hidden], the parents' MTP outputs.
-            slot: int32 [batch].
-            write_offsets: int64 [batch, W], the cache row of each node in its sequence.
-            mask: bool [batch, W, S], the rows each node sees, itself included.
-        """
         step = self.kv_cache.step(slot, write_offsets, mask)
         attention = _LayersFrom(step, self._first_mtp_layer)
         out = self.model.draft(token_ids, hidden, positions, attention)

@@ -23,15 +23,8 @@ from trtllm_treewy.batch import PrefillBatch, TreeBatch
 from trtllm_treewy.topology import valid_nodes
 
 
-def block_bytes(
-    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
-    """Bytes of one block, keys and values of all layers."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
-
-
 class KvCache:
-    """Blocks, block tables and lengths of `num_slots` sequences.
+    """Blocks and block tables of `num_slots` sequences. How long each is, its owner knows.
 
     Args:
         num_layers: attention layers.
@@ -46,7 +39,6 @@ class KvCache:
     Attributes:
         k, v: the pools, `[layers, kv_heads, rows, head_dim]`.
         block_table: int64 `[num_slots, blocks a sequence]` on the device, the sink where unused.
-        lengths: committed tokens of each slot, on the host.
     """
 
     def __init__(
@@ -71,8 +63,9 @@ class KvCache:
             "max_seq_len": max_seq_len,
         }
         for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"KV cache: {name} must be >= 1, got {value}")
+            least = 0 if name == "num_layers" else 1  # a model may have no attention at all
+            if value < least:
+                raise ValueError(f"KV cache: {name} must be >= {least}, got {value}")
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.num_slots, self.max_seq_len = num_slots, max_seq_len
@@ -83,7 +76,6 @@ class KvCache:
         self.block_table = torch.full(
             (num_slots, width), num_blocks, dtype=torch.int64, device=device
         )
-        self.lengths = [0] * num_slots
         self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
         self._free = list(range(num_blocks - 1, -1, -1))
 
@@ -103,7 +95,7 @@ class KvCache:
         return min(len(self._blocks[slot]) * self.block_size, self.max_seq_len)
 
     def try_reserve(self, slot: int, num_tokens: int) -> bool:
-        """Make rows `0 .. num_tokens - 1` of `slot` exist; new blocks are zero.
+        """Makes rows `0 .. num_tokens - 1` of `slot` exist; new blocks are zero.
 
         Returns:
             False, with nothing changed, when there are too few free blocks.
@@ -124,8 +116,11 @@ class KvCache:
             return True
         if more > len(self._free):
             return False
-        blocks = [self._free.pop() for _ in range(more)]
+        # Given to the slot first and then taken from the free ones: whatever interrupts this,
+        # `free` finds them, and none is lost or held twice.
+        blocks = self._free[: -more - 1 : -1]
         self._blocks[slot] += blocks
+        del self._free[-more:]
         ids = torch.tensor(blocks, device=self.k.device)
         self.block_table[slot, held : held + more] = ids
         for pool in (self.k, self.v):
@@ -133,22 +128,12 @@ class KvCache:
         return True
 
     def free(self, slot: int) -> None:
-        """Give back every block of `slot`, if any; its length becomes 0."""
+        """Gives back every block of `slot`, if any."""
         self._check_slot(slot)
-        self._free += reversed(self._blocks[slot])
-        self._blocks[slot] = []
         self.block_table[slot] = self.num_blocks
-        self.lengths[slot] = 0
-
-    def advance(self, slot: int, num_tokens: int) -> None:
-        """Count `num_tokens` more rows of `slot` as committed."""
-        length = self.lengths[self._check_slot(slot)] + num_tokens
-        if num_tokens < 0 or length > self.reserved(slot):
-            raise ValueError(
-                f"KV cache: slot {slot} of length {self.lengths[slot]} cannot advance by "
-                f"{num_tokens}; {self.reserved(slot)} rows are reserved"
-            )
-        self.lengths[slot] = length
+        held = set(self._free)
+        self._free += [block for block in reversed(self._blocks[slot]) if block not in held]
+        self._blocks[slot] = []
 
     def verify(self, tree: TreeBatch) -> TreeAttention:
         """Attention of a draft tree over its context and its own ancestors.
@@ -196,7 +181,7 @@ class KvCache:
     def prefill(self, batch: PrefillBatch) -> PrefillAttention:
         """Causal attention of prompt tokens, appended behind `context_lens` of each sequence.
 
-        The caller advances the lengths once the step has run. Slots are read on the host.
+        Slots are read on the host.
 
         Raises:
             ValueError: for a slot out of range or rows that are not reserved.
@@ -210,7 +195,7 @@ class KvCache:
         return PrefillAttention(self, slots, batch)
 
     def compact(self, slot: Tensor, path: Tensor, base: Tensor) -> None:
-        """Move the accepted nodes' rows together: row `base + path[p]` becomes row `base + p`.
+        """Moves the accepted nodes' rows together: row `base + path[p]` becomes row `base + p`.
 
         All layers, gathered before anything is written, so the accepted nodes may lie anywhere.
 
@@ -277,7 +262,7 @@ class TreeAttention:
         self._attends = allowed.any(-1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Write this layer's rows and attend.
+        """Writes this layer's rows and attends.
 
         Args:
             layer: attention layer, counted from 0.
@@ -309,7 +294,7 @@ class TreeAttention:
         return out.permute(1, 3, 0, 2, 4).reshape(batch, queries, heads, dim).to(q.dtype)
 
     def _exchange(self, pool: Tensor, new: Tensor, batch: int) -> Tensor:
-        """Write new rows into one layer's pool, then gather those to read [kv_heads, B, S, D]."""
+        """Writes new rows into one layer's pool, then gathers those to read [kv_heads, B, S, D]."""
         heads, _, dim = pool.shape
         flat = pool.view(-1, dim)
         flat[self._write] = new.permute(2, 0, 1, 3).reshape(-1, dim).to(pool.dtype)
@@ -333,7 +318,7 @@ class PrefillAttention:
             start += length
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Append this layer's rows and attend causally.
+        """Appends this layer's rows and attends causally.
 
         Args:
             layer: attention layer, counted from 0.
@@ -357,7 +342,7 @@ class PrefillAttention:
         return out
 
     def _append(self, pool: Tensor, new: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one sequence's new rows; its finite rows [kv_heads, S, D] and the others' mask."""
+        """Writes one sequence's new rows; its finite rows [kv_heads, S, D] and the others' mask."""
         pool[:, rows[-new.shape[0] :]] = new.transpose(0, 1).to(pool.dtype)
         return _clear_non_finite(pool[:, rows])
 

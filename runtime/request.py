@@ -22,8 +22,9 @@ class Request:
         num_prefilled: prompt tokens that are in the state.
         output_token_ids: the output so far; its last token is the next tree's root, and is not in
             the state yet.
-        finish_reason: None while running, else "stop", "length" or "cancelled".
+        finish_reason: None while running, else why it ended (see `CompletionOutput`).
         stop_reason: the stop token id or stop string that ended it; None for an end token.
+        error: what went wrong, where the reason is "error".
         stats: acceptance counts.
     """
 
@@ -36,6 +37,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
 
     @property
@@ -64,6 +66,10 @@ class Request:
         if not self.params.min_tokens:
             return frozenset()
         return self.end_ids | frozenset(self.params.stop_ids)
+
+    def fail(self, error: str) -> None:
+        """Ends the request with an error of its own; others are not concerned."""
+        self.finish_reason, self.error = "error", error
 
     def append(self, token_ids: Sequence[int]) -> int:
         """Takes tokens in order until a stop condition; returns how many were taken.

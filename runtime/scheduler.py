@@ -65,25 +65,31 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._waiting and self._free_slots:
-            request, slot = self._waiting[0], self._free_slots[-1]
-            if not self._try_allocate(slot, request.max_total_tokens):
+            request = self._waiting[0]
+            # It holds its slot before anything is allocated: whatever interrupts the allocation,
+            # `cancel` finds the request and gives back what it got.
+            request.slot = self._free_slots[-1]
+            self._admitted.append(request)
+            self._free_slots.pop()
+            self._waiting.popleft()
+            if not self._try_allocate(request.slot, request.max_total_tokens):
+                self._admitted.pop()
+                self._waiting.appendleft(request)
+                self._return_slot(request)
                 return
-            request.slot = self._free_slots.pop()
-            self._admitted.append(self._waiting.popleft())
 
-    def release_finished(self) -> list[Request]:
-        """Gives back the slots of finished requests, and returns those requests."""
-        finished = [r for r in self._admitted if r.finished]
-        for request in finished:
-            self._release(request)
+    def release_finished(self) -> None:
+        """Gives back the slots of finished requests."""
+        for request in self._admitted:
+            if request.finished and request.slot is not None:
+                self._free(request.slot)
+                self._return_slot(request)
         self._admitted = [r for r in self._admitted if not r.finished]
-        return finished
 
-    def _release(self, request: Request) -> None:
-        assert request.slot is not None
-        self._free(request.slot)
-        self._free_slots.append(request.slot)
-        request.slot = None
+    def _return_slot(self, request: Request) -> None:
+        slot, request.slot = request.slot, None
+        if slot is not None and slot not in self._free_slots:
+            self._free_slots.append(slot)
 
     def cancel_all(self) -> None:
         """Ends every request."""
@@ -95,6 +101,5 @@ class Scheduler:
             if request.finished:
                 continue
             request.finish_reason = "cancelled"
-            if request in self._waiting:
-                self._waiting.remove(request)
+        self._waiting = deque(r for r in self._waiting if not r.finished)
         self.release_finished()

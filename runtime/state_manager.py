@@ -101,7 +101,7 @@ class StateManager:
         return shape.layers * shape.max_batch * shape.max_nodes * per_state
 
     def allocate(self, slot: int) -> None:
-        """Take `slot` for a new sequence; its state, conv state and history become zero."""
+        """Takes `slot` for a new sequence; its state, conv state and history become zero."""
         self._check_range(slot)
         if slot in self._used:
             raise ValueError(f"slot {slot} is in use already; free it first")
@@ -111,10 +111,10 @@ class StateManager:
         self.policy.clear(slot)
 
     def free(self, slot: int) -> None:
-        """Give `slot` back."""
-        self._check_used([slot])
+        """Gives `slot` back; nothing happens if it is free."""
+        self._check_range(slot)
         self._check_not_pending([slot], "free")
-        self._used.remove(slot)
+        self._used.discard(slot)
 
     def prefill(self, batch: PrefillBatch) -> PrefillGdnStep:
         """Step that runs prompt tokens into the state; slots are read on the host.
@@ -145,7 +145,7 @@ class StateManager:
         return self._pending
 
     def commit(self, accepted: Tensor) -> None:
-        """Move every row of the pending tree to its accepted node, once.
+        """Moves every row of the pending tree to its accepted node, once.
 
         Args:
             accepted: int32 [B], tree index of the last accepted node; rows with -1 keep every
@@ -179,11 +179,11 @@ class StateManager:
         self._pending = None
 
     def discard(self) -> None:
-        """Drop the pending tree, if there is one; every state stays as it is."""
+        """Drops the pending tree, if there is one; every state stays as it is."""
         self._pending = None
 
     def materialize(self, slot: int) -> None:
-        """Bring `state[:, slot]` up to date (deferred commit: fold the history in)."""
+        """Brings `state[:, slot]` up to date (deferred commit: fold the history in)."""
         self._check_used([slot])
         self.policy.materialize(torch.tensor([slot], dtype=torch.int32, device=self.shape.device))
 
@@ -324,7 +324,7 @@ class TreeGdnStep:
         return keys.unflatten(-1, (config.linear_num_key_heads, config.linear_key_head_dim))
 
     def check_complete(self) -> None:
-        """Raise ValueError unless every layer has been through `conv` and `delta_rule`."""
+        """Raises ValueError unless every layer has been through `conv` and `delta_rule`."""
         layers = len(self._weights)
         done = sum(
             layer in self._verified and weight is not None

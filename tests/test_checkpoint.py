@@ -262,8 +262,8 @@ def test_all_problems_in_one_error_and_nothing_read(tmp_path, monkeypatch):
     text = str(error.value)
     assert "tensors missing from model.safetensors (1):\n    model.norm.weight [32]" in text
     assert "unexpected tensors (1):\n    model.layers.9.mlp.up_proj.weight" in text
-    assert "model.layers.1.mlp.up_proj.weight (model.safetensors): expected [48, 32]; came" in text
-    assert "came [3, 5]" in text
+    assert "model.layers.1.mlp.up_proj.weight (model.safetensors): expected [48, 32], got" in text
+    assert "got [3, 5]" in text
 
 
 def test_long_lists_are_cut_with_a_count(tmp_path):
@@ -304,7 +304,7 @@ def test_an_expert_that_is_missing_or_misshapen_is_named(tmp_path):
     assert "missing from model.safetensors (1):" in text
     assert "model.layers.1.mlp.experts.4.up_proj.weight [24, 32]" in text
     assert "model.layers.2.mlp.experts.0.down_proj.weight" in text
-    assert "expected [32, 24]; came [1, 1]" in text
+    assert "expected [32, 24], got [1, 1]" in text
     assert "unexpected" not in text
 
 
@@ -551,7 +551,7 @@ def test_file_that_changes_between_check_and_read(tmp_path):
     save_file({"a": torch.zeros(4, 1)}, file)
     sources = find_sources(tmp_path, {"a": (4, 1)})
     save_file({"a": torch.zeros(1, 1)}, file)
-    with pytest.raises(ValueError, match=r"changed.*a: expected \[4, 1\]; came \[1, 1\]"):
+    with pytest.raises(ValueError, match=r"changed.*a: expected \[4, 1\], got \[1, 1\]"):
         list(read_tensors(sources, torch.float32))
     save_file({"b": torch.zeros(1, 1)}, file)
     with pytest.raises(ValueError, match="a cannot be read"):

@@ -105,6 +105,14 @@ def model(tmp_path):
     return str(directory)
 
 
+@pytest.fixture(autouse=True)
+def no_openmp_settings(monkeypatch):
+    """The command sets these in its own process, which here is the tests'."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch knows what to restore
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def no_stdin(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
@@ -127,8 +135,8 @@ def test_text_alone_on_stdout(fake_llm, model, capsys):
     assert out == "Once upon a time\n"
     assert "4 tokens in" in err
     assert "2 verification steps, acceptance length 2.00" in err
-    assert "3.0 MiB and 1.5 KiB to commit from (reconstruct)" in err
-    assert "snapshots of 40 nodes would take 120.0 MiB" in err
+    assert "state of a sequence: 3.0 MiB; verification adds 1.5 KiB (reconstruct)" in err
+    assert "; snapshots of 40 nodes would add 120.0 MiB]\n" in err
     (llm,) = fake_llm.made
     assert llm.prompts == ["Tell me"]
     assert llm.closed
@@ -183,6 +191,29 @@ def test_no_speculation_summary(fake_llm, model, capsys):
     assert "without drafts" in err
     assert "acceptance" not in err
     assert "snapshots" not in err
+
+
+def test_snapshots_are_not_compared_with_themselves(fake_llm, model, capsys):
+    assert run("generate", model, "p", "--state-commit", "snapshot") == 0
+    assert "verification adds 1.5 KiB (snapshot)]\n" in capsys.readouterr().err
+
+
+OPENMP = [
+    ((), {}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}),
+    (("--device", "cpu"), {}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}),
+    (("--device", "cuda:1"), {}, {}),
+    ((), {"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ((), {"GOMP_SPINCOUNT": "9"}, {"GOMP_SPINCOUNT": "9"}),
+]
+
+
+@pytest.mark.parametrize(("flags", "before", "after"), OPENMP)
+def test_waiting_threads_sleep_on_a_cpu(flags, before, after, fake_llm, model, monkeypatch):
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    assert run("generate", model, "p", *flags) == 0
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    assert {name: os.environ[name] for name in names if name in os.environ} == after
 
 
 def test_model_without_mtp_decodes_without_drafts(fake_llm, tmp_path, capsys):
@@ -271,17 +302,35 @@ ERRORS = [
     (["generate", "/no/such/model", "p"], "'/no/such/model' does not exist"),
     (["generate", "MODEL", "--prompt-file", "/no/such/file"], "/no/such/file"),
     (["generate", "MODEL", "--prompt-file", "-"], "no standard input"),
-    (["generate", "MODEL", "p", "--max-tokens", "0"], "max_tokens must be an integer >= 1"),
-    (["generate", "MODEL", "p", "--max-tokens", "x"], "invalid int value: 'x'"),
-    (["generate", "MODEL", "p", "--system", "s"], "--system needs --chat"),
+    (
+        ["generate", "MODEL", "p", "--max-tokens", "0"],
+        "--max-tokens: expected an integer >= 1, got '0'",
+    ),
+    (
+        ["generate", "MODEL", "p", "--max-tokens", "x"],
+        "--max-tokens: expected an integer >= 1, got 'x'",
+    ),
+    (["generate", "MODEL", "p", "--system", "s"], "argument --system: needs --chat"),
     (["generate", "MODEL", "p", "--draft-tree-widths", "3,x"], "separated by commas, got '3,x'"),
-    (["generate", "MODEL", "p", "--draft-tree-widths", "9,9,9"], "820 nodes.*limit is 128"),
-    (["generate", "MODEL", "p", "--draft-tree-parents", "0,0"], "must start with -1"),
-    (["generate", "MODEL", "p", "--draft-tree-widths", "3", "--no-speculation"], "not allowed"),
-    (["generate", "MODEL", "p", "--draft-tree-widths", "3", "--max-draft-len", "2"], "makes it 1"),
+    (["generate", "MODEL", "p", "--draft-tree-widths", "9,9,9"], "widths=9,9,9 makes 820 nodes"),
+    (["generate", "MODEL", "p", "--draft-tree-parents", "0,0"], "--draft-tree-parents must"),
+    (
+        ["generate", "MODEL", "p", "--draft-tree-widths", "3", "--max-draft-len", "2"],
+        "error: --max-draft-len=2 contradicts --draft-tree-widths=3, which makes it 1; leave it",
+    ),
+    (
+        ["generate", "MODEL", "p", "--draft-tree-widths", "3", "--dynamic-tree", "2"],
+        "--dynamic-tree: not allowed with argument --draft-tree-widths",
+    ),
     (["generate", "MODEL", "p", "--dynamic-tree", "0"], "integer >= 1, got '0'"),
-    (["generate", "MODEL", "p", "--dynamic-tree", "300"], r"in \[0, 127\], got 300"),
-    (["generate", "MODEL", "p", "--dynamic-tree-top-k", "3"], "needs use_dynamic_tree"),
+    (
+        ["generate", "MODEL", "p", "--dynamic-tree", "300"],
+        r"--dynamic-tree must be.*127\], got 300",
+    ),
+    (
+        ["generate", "MODEL", "p", "--dynamic-tree-top-k", "3"],
+        "argument --dynamic-tree-top-k: needs --dynamic-tree ",
+    ),
     (["generate", "MODEL", "p", "--state-commit", "copy"], "invalid choice: 'copy'"),
     (["generate", "MODEL", "p", "--dtype", "int8"], "invalid choice: 'int8'"),
     (["plan"], "required: CONFIG"),
@@ -290,6 +339,77 @@ ERRORS = [
     (["plan", "qwen3.5-35b-a3b", "--memory", "lots"], "size such as 141GB"),
     (["plan", "qwen3.5-35b-a3b", "--batch-size", "-1"], "expected"),
 ]
+
+
+UNDECODABLE = [
+    (["a\udcff"], r"error: prompt 1 is not text that can be decoded: 'a\udcff'"),
+    (["fine", "--prompt", "\udc80"], "error: prompt 2 is not text"),
+    (["p", "--stop", "\udc80"], "error: argument --stop is not text"),
+    (["p", "--chat", "--system", "\udc80"], "error: argument --system is not text"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), UNDECODABLE)
+def test_arguments_that_are_not_text(words, message, fake_llm, model, capsys):
+    assert run("generate", model, *words) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not fake_llm.made
+
+
+@pytest.mark.parametrize(
+    ("argv", "prompts"),
+    [
+        (["MODEL", "--max-tokens", "4", "--", "-x"], ["-x"]),
+        (["MODEL", "--", "-x", "--", "--json"], ["-x", "--", "--json"]),
+        (["MODEL", "a", "--max-tokens", "4", "b", "--", "-x"], ["a", "b", "-x"]),
+        (["--max-tokens", "4", "--", "MODEL", "--draft-tree-parents", "-1"], None),
+    ],
+)
+def test_prompts_behind_two_dashes_are_taken_as_they_stand(argv, prompts, fake_llm, model):
+    assert run("generate", *[model if word == "MODEL" else word for word in argv]) == 0
+    (llm,) = fake_llm.made
+    assert llm.prompts == (prompts or ["--draft-tree-parents", "-1"])
+    assert llm.params.max_tokens in (4, cli.DEFAULT_MAX_TOKENS)
+
+
+SHAPES = [
+    ("--draft-tree-widths", "3"),
+    ("--draft-tree-parents", "-1,0"),
+    ("--dynamic-tree", "3"),
+    ("--max-draft-len", "3"),
+    ("--dynamic-tree-top-k", "3"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("first", [True, False])
+def test_no_speculation_excludes_every_shape(shape, first, fake_llm, model, capsys):
+    flags = ("--no-speculation", *shape) if first else (*shape, "--no-speculation")
+    assert run("generate", model, "p", *flags) == 2
+    err = capsys.readouterr().err
+    given = {shape[0], "--no-speculation"}
+    assert set(re.findall(r"argument (--[\w-]+)", err)) == given
+    assert ": not allowed with argument " in err
+    assert not fake_llm.made
+
+
+@pytest.mark.parametrize(
+    ("argv", "program"),
+    [
+        (["--nope"], "trtllm-treewy"),
+        (["generate", "MODEL", "p", "--nope"], "trtllm-treewy generate"),
+        (["generate"], "trtllm-treewy generate"),
+        (["generate", "MODEL", "p", "--system", "s"], "trtllm-treewy generate"),
+        (["plan", "--nope"], "trtllm-treewy plan"),
+        (["plan", "qwen3.5-35b-a3b", "extra"], "trtllm-treewy plan"),
+        (["doctor", "--nope"], "trtllm-treewy doctor"),
+    ],
+)
+def test_usage_errors_name_the_help_to_read(argv, program, model, capsys):
+    assert run(*[model if word == "MODEL" else word for word in argv]) == 2
+    assert capsys.readouterr().err.endswith(f" (see {program} --help)\n")
 
 
 @pytest.mark.parametrize(("argv", "message"), ERRORS)
@@ -304,17 +424,40 @@ def test_user_errors_are_one_line(argv, message, fake_llm, model, capsys, no_std
     assert not fake_llm.made  # refused before anything was loaded
 
 
-def test_errors_of_the_engine_are_one_line(fake_llm, model, capsys, monkeypatch):
+def test_errors_of_the_engine_keep_their_lines(fake_llm, model, capsys, monkeypatch):
     def refuse(self, *_, **__):
         raise ValueError("model.norm.weight:\n  expected shape [8], got [4]")
 
     monkeypatch.setattr(FakeLLM, "__init__", refuse)
     assert run("generate", model, "p") == 2
-    expected = "trtllm-treewy: error: model.norm.weight: expected shape [8], got [4]\n"
+    expected = "trtllm-treewy: error: model.norm.weight:\n  expected shape [8], got [4]\n"
     assert capsys.readouterr().err == expected
     monkeypatch.setenv("TREEWY_DEBUG", "1")
     with pytest.raises(ValueError, match="norm.weight"):
         cli.main(["generate", model, "p"])
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (
+            "max_tokens=9 is 12, at most max_seq_len=10",
+            "--max-tokens=9 is 12, at most --max-seq-len=10",
+        ),
+        ("lower kv_cache_config.max_tokens", "lower kv_cache_config.max_tokens"),
+        ("/models/max_tokens/x: absent", "/models/max_tokens/x: absent"),
+        ("MTPDecodingConfig: draft_tree_widths=(3,) is", "--draft-tree-widths=3 is"),
+        ("draft_tree_parents[2] is 5", "--draft-tree-parents[2] is 5"),
+        ("expected max_draft_length", "expected max_draft_length"),
+    ],
+)
+def test_errors_speak_of_flags(message, shown, fake_llm, model, capsys, monkeypatch):
+    def refuse(self, *_, **__):
+        raise ValueError(message)
+
+    monkeypatch.setattr(FakeLLM, "__init__", refuse)
+    assert run("generate", model, "p") == 2
+    assert capsys.readouterr().err == f"trtllm-treewy: error: {shown}\n"
 
 
 def test_prompt_file_that_is_not_text(fake_llm, model, tmp_path, capsys):
@@ -448,6 +591,18 @@ def test_help_is_instant(argv):
     assert seconds < 5  # importing torch alone takes longer on a small machine
 
 
+@pytest.mark.parametrize("name", ["generate", "plan", "doctor"])
+def test_every_option_says_what_it_does_and_its_default(name, capsys):
+    (commands,) = cli._parser()._subparsers._group_actions
+    for action in commands.choices[name]._actions:
+        assert action.help, action
+        assert not action.option_strings or action.dest == "help" or "(default: " in action.help
+    assert run(name, "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "TREEWY_DEBUG=1" in text
+    assert name != "plan" or "(default: 32768, or the model's longest" in text
+
+
 def test_importing_the_command_does_not_import_torch():
     code = "import sys, trtllm_treewy.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -459,6 +614,62 @@ def test_version():
     assert command("--version").stdout == f"trtllm-treewy {version('trtllm-treewy')}\n"
 
 
+CLOSED = """
+import os, sys, types
+for fd in {closed}:
+    os.close(fd)
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
+"""
+GENERATE = """
+import sys, types
+sys.path[:0] = [{tests!r}]
+from test_cli import FakeLLM
+from trtllm_treewy import cli
+sys.modules["trtllm_treewy.llm"] = types.SimpleNamespace(LLM=FakeLLM)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def with_closed(closed, *argv):
+    code = GENERATE.format(tests=os.path.dirname(__file__))
+    process = spawn(CLOSED.format(closed=closed), code, *argv)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",), ("--nope",)])
+def test_closed_stderr_takes_nothing_away(flags, model):
+    code, out, err = with_closed((2,), "generate", model, "p", *flags)
+    assert err == ""
+    assert code == (2 if flags == ("--nope",) else 0)
+    assert out == "" if code else "Once upon a time" in out
+
+
+@pytest.mark.parametrize("closed", [(1,), (1, 2)])
+@pytest.mark.parametrize(
+    "argv",
+    [("generate", "MODEL", "p", "-q"), ("generate", "MODEL", "p", "--json"), ("plan", "MODEL")],
+)
+def test_closed_stdout_is_a_pipe_without_a_reader(closed, argv, model):
+    argv = [model if word == "MODEL" else word for word in argv]
+    assert with_closed(closed, *argv) == (141, "", "")
+
+
+@pytest.mark.parametrize("stream", [None, "closed"])
+def test_streams_that_are_none_or_closed(stream, fake_llm, model, monkeypatch):
+    if stream == "closed":
+        stream = io.StringIO()
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert run("generate", model, "p") == 0
+    assert sys.stderr is stream  # whoever embeds the command gets its own back
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert run("generate", model, "p") == 141
+    assert fake_llm.made[-1].aborted
+    assert run("plan", model) == 141
+    assert sys.stdout is stream
+
+
 # --- plan, doctor ---
 
 
@@ -466,7 +677,7 @@ def test_plan_json_and_table(capsys):
     flags = ["--state-dtype", "bfloat16", "--num-nodes", "7", "--memory", "60GB"]
     assert run("plan", "qwen3.5-35b-a3b", *flags, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["state_bytes"] == 30 * 2**20  # DESIGN.md, section 2
+    assert plan["state_bytes"] == 30 * 2**20  # 30 layers of 32 heads, 128 x 128 of 2 bytes
     assert plan["num_nodes"] == 7
     assert plan["memory_bytes"] == 60 * 10**9
     total = plan["policies"]["reconstruct"]["total_bytes"]
@@ -476,6 +687,16 @@ def test_plan_json_and_table(capsys):
     for policy in ("reconstruct", "deferred", "snapshot"):
         assert policy in table
     assert f"beside the weights: reconstruct {plan['max_sequences']['reconstruct']}," in table
+
+
+def test_plan_counts_no_longer_context_than_the_model_has(capsys, tmp_path):
+    config = {"model_type": "qwen3_5_text", "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for flags, length in (((), 512), (("--context-length", "700"), 700)):
+        assert run("plan", str(tmp_path), *flags, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["context_length"] == length
+    assert run("plan", "qwen3.5-35b-a3b", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["context_length"] == 32768
 
 
 def test_plan_of_a_file_and_of_a_directory(capsys, model):

@@ -5,6 +5,7 @@ import pytest
 from checkpoints import hf_config
 
 from trtllm_treewy.config import ModelConfig, shipped_configs
+from trtllm_treewy.tokenizer import end_token_ids
 
 HF_FIELDS = [
     "vocab_size",
@@ -170,11 +171,11 @@ def test_config_is_hashable_and_frozen():
 # --- refusals --------------------------------------------------------------------------------
 
 NUMBER_REFUSALS = [
-    ({"hidden_size": 0}, "hidden_size: expected a positive integer; came 0"),
+    ({"hidden_size": 0}, "hidden_size: expected a positive integer, got 0"),
     ({"vocab_size": -1}, "vocab_size"),
-    ({"num_hidden_layers": "4"}, 'num_hidden_layers: expected a positive integer; came "4"'),
+    ({"num_hidden_layers": "4"}, 'num_hidden_layers: expected a positive integer, got "4"'),
     ({"head_dim": 16.0}, "head_dim"),
-    ({"head_dim": None}, "head_dim: expected a positive integer; came null"),
+    ({"head_dim": None}, "head_dim: expected a positive integer, got null"),
     ({"linear_num_key_heads": True}, "linear_num_key_heads"),
     ({"intermediate_size": 0}, "intermediate_size"),
     ({"full_attention_interval": 0}, "full_attention_interval"),
@@ -185,7 +186,19 @@ NUMBER_REFUSALS = [
     ({"rope_parameters": {"partial_rotary_factor": float("inf")}}, "partial_rotary_factor"),
     ({"num_attention_heads": 3}, "num_attention_heads: expected a multiple of num_key_value_heads"),
     ({"linear_num_value_heads": 3}, "linear_num_value_heads: expected a multiple"),
-    ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "gives 24"),
+    ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "above 0 and at most 1, got 1.5"),
+    ({"rope_parameters": {"partial_rotary_factor": 1e308}}, "partial_rotary_factor: .*at most 1"),
+    ({"rope_parameters": {"partial_rotary_factor": 10**400}}, "partial_rotary_factor"),
+    ({"vocab_size": 10**20}, "vocab_size: expected a positive integer up to 2147483647, got 10"),
+    ({"hidden_size": 2**31}, "hidden_size: .*up to 2147483647, got 2147483648"),
+    ({"head_dim": 10**20}, "head_dim: .*up to 2147483647"),
+    ({"head_dim": 10**5000}, "head_dim: .*up to 2147483647, got something too large to show"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers: .*up to 65536, got 1000000000"),
+    ({"full_attention_interval": 10**20}, "full_attention_interval"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps: expected a positive number"),
+    ({"rope_theta": 10**400, "rope_parameters": {}}, "rope_theta: expected a positive number"),
+    ({"eos_token_id": 97}, r"eos_token_id: expected ids below vocab_size \(97\), got \[97\]"),
+    ({"eos_token_id": [3, 10**20]}, "eos_token_id: expected ids below vocab_size"),
     ({"rope_parameters": {"partial_rotary_factor": 0.2}}, "gives 3"),
     ({"rope_parameters": {"partial_rotary_factor": 0.01}}, "gives 0"),
 ]
@@ -194,10 +207,10 @@ FEATURE_REFUSALS = [
     ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type.*linear"),
     ({"rope_parameters": [1]}, "rope_parameters: expected an object"),
     ({"attn_output_gate": False}, "attn_output_gate"),
-    ({"hidden_act": "gelu"}, "hidden_act: expected 'silu'; came \"gelu\""),
+    ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got \"gelu\""),
     ({"attention_bias": "no"}, "attention_bias: expected true or false"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),
-    ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers: expected 0 or 1; came 2"),
+    ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers: expected 0 or 1, got 2"),
     ({"mtp_num_hidden_layers": -1}, "mtp_num_hidden_layers"),
     ({"mtp_num_hidden_layers": "1"}, "mtp_num_hidden_layers"),
     ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
@@ -208,7 +221,7 @@ FEATURE_REFUSALS = [
     ({"bos_token_id": -1}, "bos_token_id"),
     ({"pad_token_id": 1.5}, "pad_token_id"),
     ({"layer_types": "full_attention"}, "layer_types: expected a list of strings"),
-    ({"layer_types": ["linear_attention"] * 3}, "layer_types: expected 4 entries.*came 3"),
+    ({"layer_types": ["linear_attention"] * 3}, "layer_types: expected 4 entries.*got 3"),
     ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "sliding_attention"),
     ({"architectures": ["Qwen3_5ForSequenceClassification"]}, "architectures.*Qwen3_5ForCausalLM"),
     ({"architectures": "Qwen3_5ForCausalLM"}, "architectures"),
@@ -304,6 +317,16 @@ def test_constructed_configs_are_checked_too():
         dataclasses.replace(config, num_attention_heads=3)
     with pytest.raises(ValueError, match="hidden_size"):
         dataclasses.replace(config, hidden_size=0)
+    with pytest.raises(ValueError, match="vocab_size: .*up to"):
+        dataclasses.replace(config, vocab_size=10**5000)
+    with pytest.raises(ValueError, match="partial_rotary_factor: "):
+        dataclasses.replace(config, partial_rotary_factor=1e308)
+    with pytest.raises(ValueError, match="eos_token_id: expected ids below"):
+        dataclasses.replace(config, eos_token_id=(-1,))
+
+
+def test_absurd_numbers_that_do_not_matter_are_ignored():
+    assert read(hf_config(some_new_key=10**5000)) == read(hf_config())
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -329,9 +352,47 @@ def test_files_that_are_not_json(tmp_path, data):
         ModelConfig.from_pretrained(tmp_path)
 
 
+def test_integers_longer_than_python_reads(tmp_path):
+    raw = json.dumps(hf_config()).replace('"head_dim": 16', '"head_dim": ' + "1" * 5000)
+    (tmp_path / "config.json").write_text(raw)
+    message = r"config\.json: head_dim: expected a positive integer, got .*5000 characters"
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(raw.replace("head_dim", "unknown"))
+    assert ModelConfig.from_pretrained(tmp_path).head_dim == 256
+
+
+GENERATION_REFUSALS = [
+    ("[" * 100000, "is not valid JSON"),
+    ('{"a": ' * 100000, "is not valid JSON"),
+    ("{", "is not valid JSON"),
+    ("[]", "expected a JSON object, got list"),
+    ('{"eos_token_id": 97}', "eos_token_id 97 is not an id below vocab_size=97"),
+    ('{"eos_token_id": [3, -1]}', "eos_token_id -1 is not an id.*ids start at 0"),
+    ('{"eos_token_id": true}', "eos_token_id True is not an id"),
+    ('{"eos_token_id": %s}' % ("1" * 5000), "eos_token_id '1.*5000 characters.*is not an id"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), GENERATION_REFUSALS)
+def test_generation_configs_that_are_refused(tmp_path, text, message):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        end_token_ids(tmp_path, read(hf_config()))
+    assert "generation_config.json" in str(error.value)
+
+
+def test_end_tokens_come_from_the_generation_config_first(tmp_path):
+    config = read(hf_config(eos_token_id=4))
+    assert end_token_ids(tmp_path, config) == (4,)
+    for text, ids in (("{}", (4,)), ('{"eos_token_id": 0}', (0,)), ('{"eos_token_id": []}', ())):
+        (tmp_path / "generation_config.json").write_text(text)
+        assert end_token_ids(tmp_path, config) == ids
+
+
 def test_json_that_is_no_object(tmp_path):
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config\.json: expected a JSON object, came list"):
+    with pytest.raises(ValueError, match=r"config\.json: expected a JSON object, got list"):
         ModelConfig.from_pretrained(tmp_path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from checkpoints import hf_config, write_checkpoint
@@ -14,7 +16,8 @@ from trtllm_treewy.runtime.drafter import (
     MtpStaticDrafter,
     prefill_batch,
 )
-from trtllm_treewy.runtime.executor_torch import ExecutorLimits, TorchExecutor
+from trtllm_treewy.runtime.executor import ExecutorLimits
+from trtllm_treewy.runtime.executor_torch import TorchExecutor
 
 LIMITS = ExecutorLimits(
     max_batch_size=4,
@@ -119,6 +122,22 @@ def test_second_proposal_replaces_the_first_one_entries(executor, sequences):
         check_tree(executor, tree, tokens, hidden)
 
 
+@pytest.fixture
+def sure(executor):
+    """A module that is sure of its tokens, so that the best trees are deep."""
+    executor.model.lm_head.weight.data.mul_(8.0)
+    yield
+    executor.model.lm_head.weight.data.div_(8.0)
+
+
+def check_scores(executor, tree, tokens, hidden, paths):
+    for node in range(1, tree.num_nodes):
+        parent = tree.parent_ids[node]
+        log_probs = naive(executor, tokens, hidden, list(paths[parent]))
+        expected = tree.log_probs[parent] + float(log_probs[tree.token_ids[node]])
+        assert tree.log_probs[node] == pytest.approx(expected, abs=1e-3)
+
+
 def best_first(executor, tokens, hidden, max_nodes, max_depth, top_k):
     """The best `max_nodes - 1` paths among each node's `top_k`, by brute force."""
     found, frontier = [], [((), 0.0)]
@@ -134,7 +153,7 @@ def best_first(executor, tokens, hidden, max_nodes, max_depth, top_k):
 
 
 @pytest.mark.parametrize(("max_nodes", "max_depth", "top_k"), [(8, 3, 4), (12, 4, 3), (2, 2, 1)])
-def test_dynamic_tree(max_nodes, max_depth, top_k, executor, sequences):
+def test_dynamic_tree(max_nodes, max_depth, top_k, executor, sequences, sure):
     """The trees hold the most probable paths, with the module's own probabilities."""
     drafter = MtpDynamicDrafter(executor, max_nodes=max_nodes, max_depth=max_depth, top_k=top_k)
     for slot, tokens, hidden in sequences:
@@ -147,6 +166,31 @@ def test_dynamic_tree(max_nodes, max_depth, top_k, executor, sequences):
             paths[node] = (*paths[tree.parent_ids[node]], tree.token_ids[node])
         assert sorted(tree.log_probs[1:]) == pytest.approx(sorted(s for _, s in expected), abs=1e-3)
         assert set(list(paths.values())[1:]) == {path for path, _ in expected}
+        check_scores(executor, tree, tokens, hidden, paths)
+    assert max_depth < 3 or max(tree.depth for tree in trees) >= 3
+
+
+@pytest.mark.parametrize("pieces", [[255], [256], [257], [300, 1], [1, 299, 2], [700]])
+def test_more_verified_tokens_than_wait_at_once(pieces, tmp_path):
+    """Long prompts enter the module before the proposal, but for the pair it starts from."""
+    write_checkpoint(tmp_path, hf_config(), seed=2)
+    limits = dataclasses.replace(LIMITS, max_seq_len=1024, num_blocks=256)
+    executor = TorchExecutor(load_model(tmp_path, dtype="float32"), limits)
+    tokens = torch.randint(97, (sum(pieces),)).tolist()
+    hidden = torch.randn(len(tokens), 32)
+    assert executor.try_allocate(2, 800)
+    drafter = MtpStaticDrafter(executor, TreeTopology.from_widths([2, 1]))
+    start = 0
+    for length in pieces:
+        drafter.observe(2, tokens[start : start + length], hidden[start : start + length])
+        start += length
+    (tree,) = drafter.propose([DraftRoot(2, tokens[-1], len(tokens))])
+    assert executor.try_allocate(1, 800)
+    batch = prefill_batch(tokens, [len(tokens)], [1], [0], executor.device)
+    output = executor.draft_extend(batch, hidden)
+    expected = torch.log_softmax(output.logits[0], -1).topk(2)
+    assert list(tree.token_ids[1:3]) == expected.indices.tolist()
+    assert tree.log_probs[1:3] == pytest.approx(expected.values.tolist(), abs=2e-4)
 
 
 def test_nothing_observed(executor, sequences):

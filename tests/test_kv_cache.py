@@ -8,7 +8,7 @@ import torch
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
 from trtllm_treewy.draft_tree import DraftTree, to_tree_batch
 from trtllm_treewy.runtime.acceptance import greedy_accept
-from trtllm_treewy.runtime.kv_cache import KvCache, block_bytes
+from trtllm_treewy.runtime.kv_cache import KvCache
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 2, 6, 2, 5, 4
 SCALE = 0.7
@@ -74,6 +74,7 @@ class Model:
 
     def __init__(self, cache: KvCache) -> None:
         self.cache = cache
+        self.lengths = [0] * cache.num_slots
         empty = torch.zeros(0, KV_HEADS, DIM)
         self.k = {s: [empty] * LAYERS for s in range(cache.num_slots)}
         self.v = {s: [empty] * LAYERS for s in range(cache.num_slots)}
@@ -86,7 +87,7 @@ class Model:
         self.k[slot][layer], self.v[slot][layer] = self.rows(slot, layer, k, v)
 
     def prefill(self, slots, lengths):
-        contexts = [self.cache.lengths[slot] if slot >= 0 else 0 for slot in slots]
+        contexts = [self.lengths[slot] if slot >= 0 else 0 for slot in slots]
         step = self.cache.prefill(prefill_batch(slots, contexts, lengths))
         for layer in range(LAYERS):
             q, k, v = random_kv(sum(lengths))
@@ -106,12 +107,12 @@ class Model:
                 self.commit(slot, layer, k[span], v[span])
         for slot, length in zip(slots, lengths, strict=True):
             if slot >= 0:
-                self.cache.advance(slot, length)
+                self.lengths[slot] += length
 
     def check_pool(self):
         """Every committed row is where a plain run would have put it."""
         for slot in range(self.cache.num_slots):
-            length = self.cache.lengths[slot]
+            length = self.lengths[slot]
             rows = self.cache._physical(torch.tensor([slot]), torch.arange(length)[None])[0]
             for layer in range(LAYERS):
                 held = self.cache.k[layer][:, rows].transpose(0, 1)
@@ -141,7 +142,7 @@ def test_trees_prompts_and_compaction_follow_a_plain_run(seed):
     for _ in range(4):
         rows = [*rng.sample(slots, 3), -1]
         parents = [random_parents(rng.randrange(1, 9), rng) for _ in rows]
-        contexts = [cache.lengths[slot] if slot >= 0 else 0 for slot in rows]
+        contexts = [model.lengths[slot] if slot >= 0 else 0 for slot in rows]
         tree = tree_batch(parents, rows, contexts, pad_nodes_to=10)
         accepted = [rng.randrange(len(p)) for p in parents]
         paths = [path_of(p, a) for p, a in zip(parents, accepted, strict=True)]
@@ -165,7 +166,7 @@ def test_trees_prompts_and_compaction_follow_a_plain_run(seed):
         cache.compact(tree.slot, table, tree.context_lens)
         for row, slot in enumerate(rows):
             if slot >= 0:
-                cache.advance(slot, len(paths[row]))
+                model.lengths[slot] += len(paths[row])
         model.check_pool()
         model.prefill([slots[3]], [2])  # a prompt in chunks beside decoding sequences
     model.check_pool()
@@ -340,10 +341,10 @@ def test_reserve_takes_all_or_nothing_and_free_gives_all_back():
     assert cache.try_reserve(2, 12)
     assert cache.try_reserve(0, 8)
     assert cache.free_blocks == 0
-    cache.advance(2, 4)
     cache.free(2)
     cache.free(2)
-    assert (cache.free_blocks, cache.lengths[2], cache.reserved(2)) == (3, 0, 0)
+    assert (cache.free_blocks, cache.reserved(2)) == (3, 0)
+    assert (cache.block_table[2] == cache.num_blocks).all(), "a stray write goes to the sink"
     assert sorted(cache._free) == sorted(set(range(5)) - set(cache._blocks[0]))
 
 
@@ -362,8 +363,7 @@ def test_new_blocks_are_zero():
 
 def test_memory_figure():
     cache = make_cache(num_blocks=7)
-    assert block_bytes(LAYERS, BLOCK, KV_HEADS, DIM, torch.float32) == 2 * 2 * 4 * 2 * 5 * 4
-    assert cache.bytes == 8 * block_bytes(LAYERS, BLOCK, KV_HEADS, DIM, torch.float32)
+    assert cache.bytes == 8 * BLOCK * 2 * LAYERS * KV_HEADS * DIM * 4  # the sink is a block too
 
 
 def test_refusals_name_what_to_change():
@@ -375,8 +375,6 @@ def test_refusals_name_what_to_change():
     with pytest.raises(ValueError, match="lower max_tokens"):
         cache.try_reserve(0, 31)
     assert cache.try_reserve(0, 6)  # two blocks, 8 rows
-    with pytest.raises(ValueError, match="cannot advance by 9"):
-        cache.advance(0, 9)
     with pytest.raises(ValueError, match="row 8 of slot 0 is not reserved"):
         cache.verify(tree_batch([[-1, 0]], [0], [7]))
     with pytest.raises(ValueError, match="slot must be in"):

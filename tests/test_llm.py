@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 import torch
@@ -161,6 +162,11 @@ def test_async_iteration_and_result(llm):
 
     outputs = asyncio.run(read())
     assert outputs[-1].outputs[0].token_ids == expected
+
+    async def wait():
+        return await llm.generate_async([9, 9], SamplingParams(max_tokens=8))
+
+    assert asyncio.run(wait()).outputs[0].token_ids == expected
     result = llm.generate_async([9, 9], SamplingParams(max_tokens=8)).result()
     assert result.outputs[0].token_ids == expected
 
@@ -200,6 +206,74 @@ def test_failure_in_a_step_leaves_the_engine_usable(place, error, llm, monkeypat
     assert tokens(llm, [5, 6, 7], max_tokens=15) == expected
 
 
+@pytest.mark.parametrize("place", ["clear", "try_reserve", "free", "forget"])
+def test_interrupt_while_a_slot_changes_hands(place, llm, monkeypatch):
+    """Neither a slot nor a block is lost, or held twice, whatever was under way."""
+    executor = llm._engine._executor
+    owner = {
+        "clear": executor.state.policy,
+        "try_reserve": executor.kv_cache,
+        "free": executor.kv_cache,
+        "forget": llm._engine._drafter,
+    }[place]
+    original = getattr(owner, place)
+    expected = tokens(llm, [5, 6, 7], max_tokens=5)
+    for before in (True, False):
+
+        def interrupted(*args, before=before):
+            monkeypatch.undo()
+            if not before:
+                original(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(owner, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1], [2], [3]], SamplingParams(max_tokens=5))
+        assert not llm._engine.has_work
+        assert slots_are_free(llm)
+        outputs = llm.generate([[5, 6, 7]] * 4, SamplingParams(max_tokens=5))
+        assert all(o.outputs[0].token_ids == expected for o in outputs)
+
+
+@pytest.mark.parametrize("where", ["prompt", "tree"])
+def test_non_finite_logits_end_their_request_alone(where, llm, monkeypatch):
+    """A fault is told, to the request that has it, and the others do not notice."""
+    expected = tokens(llm, [5, 6, 7], max_tokens=12)
+    executor = llm._engine._executor
+    name = "prefill" if where == "prompt" else "verify"
+    original = getattr(executor, name)
+
+    def poisoned(batch):
+        output = original(batch)
+        with torch.inference_mode():
+            output.logits[1:] = torch.nan
+        return output
+
+    monkeypatch.setattr(executor, name, poisoned)
+    outputs = llm.generate([[5, 6, 7], [1, 2]], SamplingParams(max_tokens=12))
+    monkeypatch.undo()
+    assert outputs[0].outputs[0].token_ids == expected
+    assert outputs[0].error is None
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert "not finite" in outputs[1].error
+    assert slots_are_free(llm)
+    assert tokens(llm, [1, 2], max_tokens=12) == tokens(llm, [1, 2], max_tokens=12)
+
+
+def test_model_without_attention(tmp_path):
+    """All layers linear and no MTP module: there is no KV cache at all."""
+    raw = hf_config(layer_types=["linear_attention"] * 4, mtp_num_hidden_layers=0)
+    reference = write_checkpoint(tmp_path, raw)
+    with LLM(tmp_path, skip_tokenizer_init=True, device="cpu", dtype="float32") as llm:
+        ours = tokens(llm, [1, 2, 3], max_tokens=20)
+    ids = [1, 2, 3]
+    with torch.no_grad():
+        for _ in range(20):  # transformers' own caches want an attention layer
+            logits = reference(torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+    assert ours == ids[3:]
+
+
 def test_shutdown(checkpoint):
     with LLM(checkpoint, skip_tokenizer_init=True, dtype="float32", device="cpu") as llm:
         stream = llm.generate_async([1], SamplingParams(max_tokens=50), streaming=True)
@@ -229,6 +303,10 @@ def test_text_and_stop_strings(text_llm):
     assert output.outputs[0].text == whole.text[:cut]
     assert output.outputs[0].stop_reason == stop
     assert output.outputs[0].finish_reason == "stop"
+    ids = output.outputs[0].token_ids
+    assert whole.token_ids[: len(ids)] == ids
+    assert stop in text_llm.tokenizer.decode(ids), "the tokens end with the stop string's last"
+    assert stop not in text_llm.tokenizer.decode(ids[:-1])
     kept = SamplingParams(max_tokens=40, stop=stop, include_stop_str_in_output=True)
     assert text_llm.generate(prompt, kept).outputs[0].text == whole.text[: cut + 4]
     streamed = ""
@@ -266,7 +344,14 @@ def test_end_tokens_of_the_generation_config(checkpoint, tmp_path):
     ("settings", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, expected 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+        ({"trust_remote_code": True}, "trust_remote_code=True is not supported"),
+        ({"max_batchsize": 2}, "no setting 'max_batchsize'; did you mean 'max_batch_size'"),
+        ({"device": "gpu"}, "device 'gpu' is not a torch device"),
+        ({"device": "meta"}, "device must be 'cpu' or 'cuda'"),
+        ({"device": "cuda:77"}, "device 'cuda:77' is not there"),
         ({"max_batch_size": 0}, "max_batch_size must be an integer >= 1"),
+        ({"max_batch_size": 10**9}, "max_batch_size is 1000000000, expected at most 65536"),
         ({"max_seq_len": 5000}, "max_seq_len is 5000, expected at most"),
         ({"max_num_tokens": 3}, "max_num_tokens is 3, expected at least max_batch_size"),
         ({"dtype": "int8"}, "dtype: expected"),
@@ -277,7 +362,28 @@ def test_end_tokens_of_the_generation_config(checkpoint, tmp_path):
 )
 def test_bad_settings(settings, message, checkpoint):
     with pytest.raises(ValueError, match=message):
-        LLM(checkpoint, skip_tokenizer_init=True, device="cpu", **settings)
+        LLM(checkpoint, skip_tokenizer_init=True, **{"device": "cpu", **settings})
+
+
+def test_settings_of_tensorrt_llm_that_ask_for_nothing(checkpoint):
+    """A script that only changes its import may pass these."""
+    with LLM(
+        checkpoint,
+        skip_tokenizer_init=True,
+        device="cpu",
+        backend="pytorch",
+        trust_remote_code=False,
+        speculative_config=MTPDecodingConfig(decoding_type="MTP", num_nextn_predict_layers=2),
+    ) as llm:
+        assert llm.generate([1], SamplingParams(max_tokens=3)).speculation.num_steps
+
+
+def test_bad_sampling_params(llm):
+    with pytest.raises(ValueError, match="must be a SamplingParams, got dict"):
+        llm.generate([[1]], [{"max_tokens": 3}])
+    for settings in ({"stop_token_ids": [97]}, {"end_id": 500, "min_tokens": 2}):
+        with pytest.raises(ValueError, match="is not an id below vocab_size=97"):
+            llm.generate([1], SamplingParams(max_tokens=3, **settings))
 
 
 def test_drafts_need_an_mtp_module(tmp_path):
@@ -298,9 +404,24 @@ def test_memory_is_planned_before_it_is_taken(checkpoint, monkeypatch):
     monkeypatch.setattr(build, "free_memory", lambda device: 8 << 20)
     settings = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
     seen = []
-    with pytest.raises(MemoryError, match=r"lower max_batch_size by \d+, or the KV tokens"):
+    with pytest.raises(MemoryError, match=r"lower max_batch_size by \d+") as caught:
         LLM(checkpoint, max_batch_size=600, progress=lambda *a: seen.append(a), **settings)
     assert not seen
+    fewer = int(re.search(r"max_batch_size by (\d+)", str(caught.value)).group(1))
+    LLM(checkpoint, max_batch_size=600 - fewer, **settings).shutdown()
+    with pytest.raises(MemoryError):
+        LLM(checkpoint, max_batch_size=601 - fewer, **settings)
+
+
+def test_memory_advice_is_possible(checkpoint, monkeypatch):
+    """Where no smaller batch would do, the advice does not ask for one."""
+    settings = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
+    monkeypatch.setattr(build, "free_memory", lambda device: 1 << 20)
+    with pytest.raises(MemoryError, match=r"lower the KV tokens .* by \d+$"):
+        LLM(checkpoint, max_batch_size=1, **settings)
+    monkeypatch.setattr(build, "free_memory", lambda device: 1000)
+    with pytest.raises(MemoryError, match="take a smaller dtype or model"):
+        LLM(checkpoint, max_batch_size=1, **settings)
 
 
 def test_kv_cache_shrinks_to_the_memory_there_is(checkpoint, monkeypatch):

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import pytest
@@ -23,7 +22,7 @@ def shipped(name):
     ("name", "layers", "value_heads", "state_mib", "kv_gib", "attention_layers"),
     [("qwen3.5-35b-a3b", 30, 32, 30, 0.625, 10), ("qwen3.5-397b-a17b", 45, 64, 90, 0.9375, 15)],
 )
-def test_figures_of_the_design(name, layers, value_heads, state_mib, kv_gib, attention_layers):
+def test_figures_of_shipped_configs(name, layers, value_heads, state_mib, kv_gib, attention_layers):
     config = shipped(name)
     half = plan(config, state_dtype="bfloat16")
     full = plan(config)
@@ -133,56 +132,6 @@ def test_max_sequences():
     assert p.max_sequences(0) == dict.fromkeys(STATE_COMMITS, 0)
     with pytest.raises(ValueError, match="memory_bytes"):
         p.max_sequences(-1)
-
-
-def test_require_accepts_what_fits():
-    p = plan(SMALL, context_length=10, batch_size=7)
-    p.require(7 * p.total("reconstruct"))
-    with pytest.raises(ValueError, match="batch_size 7 with reconstruct"):
-        p.require(7 * p.total("reconstruct") - 1)
-
-
-def advised(message, before, after=r"\D"):
-    import re
-
-    return int(re.search(rf"{before} (\d+)(?:{after}|$)", message)[1])
-
-
-def test_require_says_what_to_lower_and_by_how_much():
-    p = plan(shipped("qwen3.5-35b-a3b"), batch_size=16)
-    memory = 12 * GIB
-    with pytest.raises(ValueError) as error:
-        p.require(memory)
-    text = str(error.value)
-    assert f"{(16 * p.total('reconstruct') - memory) / MIB:.1f} MiB more than the 12288.0" in text
-    # What it advises fits, and one more would not.
-    for key, value in (
-        ("batch_size", advised(text, "lower batch_size to")),
-        ("context_length", advised(text, "context_length to")),
-    ):
-        changed = {"batch_size": 16, key: value}
-        plan(shipped("qwen3.5-35b-a3b"), **changed).require(memory)
-        changed[key] += 1
-        with pytest.raises(ValueError):
-            plan(shipped("qwen3.5-35b-a3b"), **changed).require(memory)
-
-
-def test_require_advises_on_the_tree_and_the_policy():
-    config = shipped("qwen3.5-35b-a3b")
-    p = plan(config, batch_size=8, context_length=1024)
-    memory = 10 * GIB
-    with pytest.raises(ValueError, match="choose state_commit reconstruct or deferred") as error:
-        p.require(memory, "snapshot")
-    nodes = advised(str(error.value), "the draft tree to")
-    fits = dataclasses.asdict(p) | {"num_nodes": nodes}
-    assert 8 * (p.total("snapshot") - p.snapshots + nodes * p.state) <= memory, fits
-    assert 8 * (p.total("snapshot") - p.snapshots + (nodes + 1) * p.state) > memory
-    plan(config, batch_size=8, context_length=1024).require(memory, "reconstruct")
-
-
-def test_require_when_no_single_setting_helps():
-    with pytest.raises(ValueError, match="lower several"):
-        plan(shipped("qwen3.5-35b-a3b")).require(MIB)
 
 
 def test_dictionary_is_json_and_in_bytes():

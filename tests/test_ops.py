@@ -209,7 +209,7 @@ def test_verify_equals_the_recurrence_by_slot(dims, shape, decay):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_verify_of_a_node_equals_its_path_run_alone(seed):
-    """Oracle 1 through the operators, convolution included."""
+    """As in the reference, through the operators, convolution included."""
     case = Case(20 + seed, DIMS[seed])
     out, conv = case.verify()[0], case.conv()
     for row in range(BATCH):
@@ -588,7 +588,7 @@ def decode(state, raw, nodes, dtype):
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_thousand_commits_drift_no_more_than_plain_decoding(state_dtype):
-    """Doctrine 4, case 19: forced reject, forced full accept and random accept, in three slots.
+    """Case 19: forced reject, forced full accept and random accept, in three slots.
 
     The float64 recurrence over the accepted tokens is the truth, and decoding them one by one with
     the same state type the measure. All three policies; decays remember for tens of tokens.
@@ -844,6 +844,74 @@ def test_deferred_commit_on_other_devices_flushes_and_leaves_long_paths_alone():
     for x, y in zip((state, *pools), (case.state, *history), strict=True):
         torch.testing.assert_close(x, y)
     assert pools[3][case.slot.long()].tolist() == [3, 4, 3, 4]
+
+
+# ---------------------------------------------------------------- nothing to do
+
+
+POOLS = ("state", "conv_state", "history_u", "history_k", "history_g", "history_len")
+OF_ROWS = ("slot", "parents", "num_nodes", "accepted")
+OF_NODES = ("q", "k", "v", "a", "b", "x", "u", "g", "states")  # after the layers, if there are any
+
+
+def emptied(name, how):
+    """A call by argument name with no rows, no nodes, or padded rows and pools of no slots."""
+    op = name.split()[0]
+    schema = getattr(treewy, op).default._schema
+    args = dict(zip([arg.name for arg in schema.arguments], calls()[name], strict=False))
+    axis = int(op in (*COMMITS, "flush_history"))
+    for key, x in args.items():
+        if how == "no slots" and key in POOLS:
+            args[key] = x.narrow(0 if key == "history_len" else axis, 0, 0)
+        elif how == "no slots" and key == "slot":
+            args[key] = torch.full_like(x, -1)
+        elif how == "no rows" and key in OF_ROWS:
+            args[key] = x[:0]
+        elif how == "no rows" and key in OF_NODES:
+            args[key] = x.narrow(axis, 0, 0)
+        elif how == "no nodes" and key in OF_NODES:
+            args[key] = x.narrow(axis + 1, 0, 0)
+        elif how == "no nodes" and key in OF_ROWS:
+            none = {"parents": x[..., :0], "slot": x, "num_nodes": torch.zeros_like(x)}
+            args[key] = none.get(key, torch.full_like(x, -1))
+    return op, args
+
+
+NOTHING = [
+    (name, how)
+    for name in calls()
+    for how in ("no rows", "no nodes", "no slots")
+    if "prefill" not in name and (name, how) != ("flush_history", "no nodes")
+]
+
+
+@pytest.mark.parametrize(("name", "how"), NOTHING)
+def test_nothing_to_do(name, how):
+    op, args = emptied(name, how)
+    before = {key: x.clone() for key, x in args.items()}
+    lead = (0 if how == "no rows" else BATCH, 0 if how == "no nodes" else NODES)
+    for run in (getattr(treewy, op), lambda *args: on_device(op, *args)):
+        out = run(*args.values())
+        for x in () if out is None else (out,) if isinstance(out, torch.Tensor) else out:
+            assert x.shape[:2] == lead
+            assert not x.any()
+        for key, x in args.items():
+            assert same_bits(x, before[key]), key
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(ops, op), tuple(args.values()), test_utils=tests)
+
+
+@pytest.mark.parametrize("how", ["no rows", "no slots"])
+@pytest.mark.parametrize("op", ["prefill", "prefill_conv"])
+def test_nothing_to_prefill(op, how):
+    _, args = emptied(op, "no slots" if how == "no slots" else "")
+    if how == "no rows":
+        tokens = ("q", "k", "v", "a", "b", "x", "slot")
+        args = {key: x[:0] if key in tokens else x for key, x in args.items()}
+        args["cu_seqlens"] = int32(0)
+    out = getattr(treewy, op)(*args.values())
+    assert len(out) == (0 if how == "no rows" else NODES)
+    assert not out.any()
 
 
 # ---------------------------------------------------------------- refusals

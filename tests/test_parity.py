@@ -13,7 +13,8 @@ from trtllm_treewy import LLM, SamplingParams
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.export.checkpoint import load_model
 from trtllm_treewy.runtime.drafter import prefill_batch
-from trtllm_treewy.runtime.executor_torch import ExecutorLimits, TorchExecutor
+from trtllm_treewy.runtime.executor import ExecutorLimits
+from trtllm_treewy.runtime.executor_torch import TorchExecutor
 
 CASES = {
     "dense": {},

@@ -76,8 +76,8 @@ def commit(state, inputs, u, row, path):
 
 
 @pytest.mark.parametrize("blocks", [None, ((0, 1), (1, 2), (2, 3))])
-def test_worked_example_of_the_reading_notes(blocks):
-    """Section 5.5: pseudo-values 1, 1.05, -0.3775 and state 1.3775; beta must count once."""
+def test_worked_example(blocks):
+    """Computed by hand: pseudo-values 1, 1.05, -0.3775 and state 1.3775; beta must count once."""
     ones = torch.ones(1, 3, 1, 1, dtype=F64)
     v = torch.tensor([2.0, 3.0, 1.0], dtype=F64).view(1, 3, 1, 1)
     g = torch.full((1, 3, 1), math.log(0.9), dtype=F64)
@@ -129,7 +129,7 @@ def test_closed_form_equals_recurrence(dims, shape, decay):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("decay", DECAYS)
 def test_node_equals_its_path_run_alone(seed, decay):
-    """Oracle 1: a node's output is the last output of its ancestor path run as a chain."""
+    """A node's output is the last output of its ancestor path run as a chain."""
     case = Case(10 + seed, DIMS[seed % len(DIMS)], decay=decay, nodes=23)
     out, u = reference.tree_wy(*case.inputs, case.state, case.ancestors, blocks=case.blocks)
     for row in range(3):
@@ -149,7 +149,7 @@ def test_node_equals_its_path_run_alone(seed, decay):
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_float32_is_within_the_bound_and_near_the_recurrence(shape, decay):
-    """DESIGN section 1: at most 1e-5, and at most twice the float32 recurrence's own error."""
+    """At most 1e-5, and at most twice the float32 recurrence's own error."""
     case = Case(3, Dims(2, 4, 32, 24), shape, decay, batch=4, nodes=40)
     inputs, state = case.at(torch.float32)
     truth, states = reference.tree_recurrence(
@@ -231,6 +231,27 @@ def test_gates_stay_in_float32():
     assert torch.equal(beta, raw["b"].float().sigmoid())
     assert not torch.equal(beta, beta.bfloat16().float())
     assert not torch.equal(g, g.bfloat16().float())
+
+
+EXTREMES = (0.0, 1.0, -1.0, 100.0, -200.0, 1e4, -1e4, 1e30, -1e30, 3e38, -3e38)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, F64], ids=str)
+@pytest.mark.parametrize("A_log", [0.0, 88.0, 100.0, 1e30, -200.0, -1e30])
+def test_gates_are_never_nan(A_log, dtype):
+    """exp(A_log) = Inf meets softplus = 0, and exp(A_log) = 0 meets softplus = Inf."""
+    a = torch.tensor([*EXTREMES, math.inf, -math.inf], dtype=F64).to(dtype)[:, None]
+    wide = torch.promote_types(dtype, torch.float32)
+    dt_bias = torch.tensor(EXTREMES, dtype=wide)
+    g, beta = reference.gates(a, a, torch.full_like(dt_bias, A_log), dt_bias)
+    assert ((g >= reference.MIN_LOG_DECAY) & (g <= 0)).all()
+    assert ((beta >= 0) & (beta <= 1)).all()
+
+
+def test_gates_keep_a_nan():
+    nan, one = torch.tensor([math.nan]), torch.ones(1)
+    for a, A_log, dt_bias in ((nan, one, one), (one, nan, one), (one, one, nan)):
+        assert reference.gates(a, one, A_log, dt_bias)[0].isnan().all()
 
 
 # ---------------------------------------------------------------- what must not leak

@@ -10,7 +10,7 @@ from checkpoints import hf_config, write_checkpoint
 
 from trtllm_treewy import LLM, SamplingParams
 from trtllm_treewy.draft_tree import DraftTree
-from trtllm_treewy.runtime.drafter import DraftRoot
+from trtllm_treewy.runtime.drafter import DraftRoot, prefill_batch
 
 LENGTHS = [1, 2, 5, 11, 30, 70]
 TREES = {
@@ -133,6 +133,62 @@ class OracleDrafter:
         return []
 
 
+class SpyDrafter(OracleDrafter):
+    """Keeps what the engine tells of each sequence's verified tokens, by slot and then by text."""
+
+    def __init__(self, texts, seed):
+        super().__init__(texts, seed)
+        self.open: dict[int, list] = {}
+        self.closed: list[list] = []
+
+    def observe(self, slot, token_ids, hidden):
+        super().observe(slot, token_ids, hidden)
+        self.open.setdefault(slot, []).append((list(token_ids), hidden))
+
+    def forget(self, slot):
+        if slot in self.open:
+            self.closed.append(self.open.pop(slot))
+
+
+def test_what_the_drafter_is_told(checkpoint, prompts, plain):
+    """Verified tokens and the hidden states before them, scattered paths and prompt chunks (10)."""
+    texts = {i: [*p, *t] for i, (p, t) in enumerate(zip(prompts, plain, strict=True))}
+    config = {"draft_tree_parents": [-1, *[0] * 13]}
+    with make_llm(checkpoint, config, max_num_tokens=42) as llm:
+        spy = llm._engine._drafter = SpyDrafter(texts, seed=5)
+        outputs = llm.generate(prompts, params(len(prompts)))
+        assert [output.outputs[0].token_ids for output in outputs] == plain
+        executor = llm._engine._executor
+        told = {tuple(t for ids, _ in text for t in ids): text for text in spy.closed}
+        assert sum(o.speculation.num_accepted for o in outputs) > 20
+        for text in texts.values():
+            # The first token is nobody's successor; the engine may stop telling before the end.
+            match = [key for key in told if key == tuple(text[1 : 1 + len(key)])]
+            assert match, "the drafter was told other tokens than those of the text"
+            key = max(match, key=len)
+            assert executor.try_allocate(0, len(text))
+            batch = prefill_batch(text, [len(text)], [0], [0], executor.device)
+            expected = executor.prefill(batch).hidden[: len(key)]
+            executor.free(0)
+            hidden = torch.cat([states for _, states in told[key]])
+            torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("minimum", range(2, 20, 3))
+def test_min_tokens_inside_a_tree(minimum, checkpoint, prompts, plain):
+    """An end token that may come at one depth of a tree, and not yet at another."""
+    end = plain[2][12]
+    settings = {"max_tokens": 40, "end_id": end, "min_tokens": minimum}
+    with make_llm(checkpoint, None) as llm:
+        expected = llm.generate(prompts[2], SamplingParams(**settings)).outputs[0].token_ids
+    text = [*prompts[2], *expected]
+    with make_llm(checkpoint, {"draft_tree_parents": [-1, *[0] * 13]}) as llm:
+        llm._engine._drafter = OracleDrafter({0: text}, seed=minimum)
+        output = llm.generate(prompts[2], SamplingParams(**settings))
+    assert output.outputs[0].token_ids == expected
+    assert output.speculation.num_accepted > 0
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_trees(seed, policy, checkpoint, prompts, plain):
@@ -154,8 +210,13 @@ def test_random_trees(seed, policy, checkpoint, prompts, plain):
 def test_tree_pruned_to_the_step_budget(checkpoint, prompts, plain):
     """A tree over the step's token budget is pruned, and speculation stays on (CASE 25)."""
     config = {"draft_tree_widths": [3, 3, 3]}
+    sizes = []
     with make_llm(checkpoint, config, max_num_tokens=30) as llm:
+        executor = llm._engine._executor
+        verify = executor.verify
+        executor.verify = lambda tree: sizes.append(int(tree.num_nodes.sum())) or verify(tree)
         outputs = llm.generate(prompts, params(len(prompts)))
+    assert max(sizes) == 30
     assert [output.outputs[0].token_ids for output in outputs] == plain
     drafted = [output.speculation for output in outputs if output.speculation.num_steps]
     assert all(stats.num_drafted > stats.num_steps for stats in drafted)
@@ -186,6 +247,17 @@ def test_prompt_prefill_ends_with_prefill_semantics(checkpoint, prompts, plain):
         assert generate(checkpoint, prompts, config, max_num_tokens=budget) == plain
 
 
+@pytest.mark.parametrize("budget", [8192, 300, 256])
+def test_long_prompts(budget, checkpoint, plain):
+    """Prompts longer than what waits for the MTP module, beside a request that runs already."""
+    generator = random.Random(9)
+    prompts = [[generator.randrange(97) for _ in range(n)] for n in (5, 255, 257, 600)]
+    settings = {"max_seq_len": 700, "max_num_tokens": budget}
+    expected = generate(checkpoint, prompts, None, **settings)
+    for config in ({"draft_tree_widths": [3, 2]}, TREES["dynamic"]):
+        assert generate(checkpoint, prompts, config, **settings) == expected
+
+
 def test_state_after_speculation_is_the_state_of_the_text(checkpoint, prompts, plain):
     """The pools hold what a plain prefill of the same tokens leaves (CASES 3, 19, 21)."""
     prompt, text = prompts[3], plain[3]
@@ -202,8 +274,6 @@ def test_state_after_speculation_is_the_state_of_the_text(checkpoint, prompts, p
         other = next(s for s in range(3) if s != request.slot)
         stream.abort()
         assert executor.try_allocate(other, len(tokens))
-        from trtllm_treewy.runtime.drafter import prefill_batch
-
         executor.prefill(prefill_batch(tokens, [len(tokens)], [other], [0], executor.device))
         torch.testing.assert_close(state, executor.state.state[:, other], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(conv, executor.state.conv_state[:, other], atol=1e-4, rtol=1e-4)

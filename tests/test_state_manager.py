@@ -441,7 +441,7 @@ def test_a_thousand_commits_do_not_drift():
     """CASES 19: after a thousand steps the error is at most twice the plain recurrence's.
 
     One slot a way of accepting: reject every draft, accept the deepest path, accept at random.
-    The bound is doctrine 4's, with 1e-5 (DESIGN section 1) where the plain error is tiny.
+    The bound does not go below 1e-5, where the plain error is tiny.
     """
     rng = random.Random(1)
     one_layer = make_config(1)
@@ -554,8 +554,7 @@ def test_slots_are_taken_and_given_back_once(config):
     with pytest.raises(ValueError, match="slot 2 is in use"):
         manager.allocate(2)
     manager.free(2)
-    with pytest.raises(ValueError, match="slot 2 is not allocated"):
-        manager.free(2)
+    manager.free(2)  # whoever cleans up need not know how far an allocation came
     for slot in (-1, SLOTS):
         with pytest.raises(ValueError, match=r"slot must be in \[0, 7\)"):
             manager.allocate(slot)
@@ -607,8 +606,8 @@ def test_wrong_settings_are_refused(config):
     assert tuple(POLICIES) == POLICY_NAMES
 
 
-def test_memory_figures_are_those_of_the_design(config):
-    """DESIGN section 2: what each policy keeps, for 16-bit activations."""
+def test_memory_figures_of_each_policy(config):
+    """What each policy keeps, by its shapes, for 16-bit activations."""
     bf16 = {"state_dtype": torch.bfloat16, "activation_dtype": torch.bfloat16}
     state = LAYERS * HV * V * K * 2
     conv = LAYERS * (W - 1) * config.conv_dim * 2

@@ -53,3 +53,9 @@ def test_independent_blocks_are_the_levels_of_a_tree_in_level_order():
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 2]], dtype=torch.int32)
     blocks = topology.independent_blocks(parents, torch.tensor([7], dtype=torch.int32))
     assert blocks == ((0, 1), (1, 3), (3, 7))
+
+
+@pytest.mark.parametrize(("batch", "nodes", "blocks"), [(0, 5, ((0, 5),)), (3, 0, ()), (0, 0, ())])
+def test_independent_blocks_of_nothing(batch, nodes, blocks):
+    parents = torch.zeros(batch, nodes, dtype=torch.int32)
+    assert topology.independent_blocks(parents, torch.zeros(batch, dtype=torch.int32)) == blocks

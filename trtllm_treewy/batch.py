@@ -62,7 +62,11 @@ class TreeBatch:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """bool [batch, N, N], ancestor or self; computed once a step, used by every layer."""
+        """bool [batch, N, N], ancestor or self; computed once a step.
+
+        Attention, depths and positions, and acceptance use it. The operators `torch.ops.treewy.*`
+        take `parents` and make their own plan of the trees (`op_inputs.py`).
+        """
         return topology.ancestor_mask(self.parents, self.num_nodes)
 
     @cached_property

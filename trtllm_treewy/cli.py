@@ -7,17 +7,26 @@ command line come at once. Generated text alone goes to stdout; all else goes to
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .llmapi import STATE_COMMITS, KvCacheConfig, MTPDecodingConfig
+from .llmapi import (
+    DEFAULT_DYNAMIC_DEPTH,
+    DEFAULT_DYNAMIC_TOP_K,
+    STATE_COMMITS,
+    KvCacheConfig,
+    MTPDecodingConfig,
+)
 from .outputs import AcceptanceStats, RequestOutput
 from .sampling_params import SamplingParams
 
@@ -31,13 +40,35 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 DEFAULT_MAX_TOKENS = 128
 DEFAULT_DRAFT_TREE_WIDTHS = (3, 3, 3)
+DEFAULT_CONTEXT_LENGTH = 32768
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+EPILOG = "TREEWY_DEBUG=1 in the environment shows an error with its traceback."
+
+# The flags behind which settings of the Python API stand, for its errors.
+FLAG_OF_SETTING = {
+    "draft_tree_widths": "--draft-tree-widths",
+    "draft_tree_parents": "--draft-tree-parents",
+    "use_dynamic_tree=True": "--dynamic-tree",
+    "max_total_draft_tokens": "--dynamic-tree",
+    "dynamic_tree_max_topK": "--dynamic-tree-top-k",
+    "max_draft_len": "--max-draft-len",
+    "max_batch_size": "--max-batch-size",
+    "max_seq_len": "--max-seq-len",
+    "max_tokens": "--max-tokens",
+    "num_nodes": "--num-nodes",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0, 2 for a user's error, 130 for Ctrl-C."""
+    """Runs one command and returns the exit code: 0, 2 for a user's error, 130 for Ctrl-C."""
+    with _open_streams():
+        return _run(list(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: list[str]) -> int:
     try:
-        args = _parse(list(sys.argv[1:] if argv is None else argv))
+        args = _parse(argv)
         args.command(args)
         sys.stdout.flush()
         return 0
@@ -46,14 +77,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader has gone. Whatever Python still wants to flush at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(sys.stdout, _NoReader):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, MemoryError, NotImplementedError) as error:
         if os.environ.get("TREEWY_DEBUG", "0") not in ("", "0"):
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
-        _err(f"{PROGRAM}: error: {message}\n")
+        message = str(error).strip() or type(error).__name__
+        _err(f"{PROGRAM}: error: {_in_flags(message)}\n")
         return EXIT_USER_ERROR
+
+
+class _NoReader(io.StringIO):
+    """Stands for a stdout that was closed before the start: a pipe without a reader."""
+
+    def write(self, _text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+@contextmanager
+def _open_streams() -> Iterator[None]:
+    """stdout and stderr that can be used, also by libraries, where the caller closed them."""
+    before = sys.stdout, sys.stderr
+    with ExitStack() as stack:
+        if before[0] is None or before[0].closed:
+            sys.stdout = _NoReader()
+        if before[1] is None or before[1].closed:
+            sys.stderr = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+def _in_flags(message: str) -> str:
+    """A message of the Python API with the flags of this command in place of its settings."""
+    for setting, flag in FLAG_OF_SETTING.items():
+        # Not within a longer name, such as kv_cache_config.max_tokens, nor within a path.
+        message = re.sub(rf"(?<![\w./'\"-]){re.escape(setting)}(?![\w/'\"])", flag, message)
+    message = re.sub(
+        r"=\((-?\d[-\d, ]*)\)", lambda found: "=" + found[1].replace(" ", "").strip(","), message
+    )
+    return re.sub(r"^(MTPDecodingConfig|SamplingParams): ", "", message)
 
 
 # --- generate ------------------------------------------------------------------------------
@@ -87,6 +152,7 @@ def _load(
     show = not args.quiet and sys.stderr.isatty()
     if show:
         _err("loading torch ...\r")
+    _let_threads_sleep(args.device)
     with _interrupt_exits():
         from .llm import LLM
 
@@ -106,6 +172,21 @@ def _load(
         yield llm
 
 
+def _let_threads_sleep(device: str | None) -> None:
+    """Makes OpenMP's threads sleep while they wait; to be called before torch is imported.
+
+    A step on the CPU is many small parallel regions. Threads that spin between them take the cores
+    from those that work: on a busy machine that made a run of 1.4 s one of 46.4 s. Whoever has set
+    either variable has decided; a GPU does not use these threads.
+    """
+    if device is not None and not device.startswith("cpu"):
+        return
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        return
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
 @contextmanager
 def _interrupt_exits() -> Iterator[None]:
     """Ctrl-C ends the process at once while there is nothing to clean up.
@@ -114,7 +195,8 @@ def _interrupt_exits() -> Iterator[None]:
     """
 
     def leave(*_: object) -> None:
-        os.write(2, b"\ninterrupted\n")
+        with suppress(OSError):
+            os.write(2, b"\ninterrupted\n")
         os._exit(EXIT_INTERRUPTED)
 
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -132,7 +214,7 @@ def _show_progress(done: int, total: int) -> None:
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
-    """Write the text as it comes; Ctrl-C and a closed pipe abort the request."""
+    """Writes the text as it comes; Ctrl-C and a closed pipe abort the request."""
     stream = llm.generate_async(prompt, params, streaming=True)
     output = None
     try:
@@ -195,12 +277,12 @@ def _summary(
     else:
         lines[0] += ", without drafts"
     lines.append(
-        f"state memory of a sequence: {_bytes(memory['state_bytes'])} and "
-        f"{_bytes(memory['stash_bytes'])} to commit from ({speculation.state_commit})"
+        f"state of a sequence: {_bytes(memory['state_bytes'])}; verification adds "
+        f"{_bytes(memory['stash_bytes'])} ({speculation.state_commit})"
     )
-    if speculation.enabled:
+    if speculation.enabled and speculation.state_commit != "snapshot":
         lines[1] += (
-            f"; state snapshots of {speculation.max_nodes} nodes would take "
+            f"; snapshots of {speculation.max_nodes} nodes would add "
             f"{_bytes(memory['snapshot_bytes'])}"
         )
     return "".join(f"[{line}]\n" for line in lines)
@@ -223,18 +305,33 @@ def _model_and_prompts(args: argparse.Namespace) -> tuple[str, list[str]]:
     model = args.model
     if model is None:
         if not words:
-            raise ValueError(f"no model given (see {PROGRAM} generate --help)")
+            args.usage_error("no model given")
         model = words.pop(0)
     prompts = words + args.prompt + [_read_prompt(name) for name in args.prompt_file]
     if not prompts:
         if sys.stdin is None or sys.stdin.isatty():
-            raise ValueError("no prompt given: as an argument, with --prompt-file, or piped in")
+            args.usage_error(
+                "no prompt given: as an argument, with --prompt or --prompt-file, or piped in"
+            )
         prompts = [_read_prompt("-")]
     if not all(prompts):
         raise ValueError("the prompt is empty")
+    for number, prompt in enumerate(prompts, start=1):
+        _expect_text(f"prompt {number}", prompt)
+    _expect_text("argument --system", args.system or "")
+    for text in args.stop or ():
+        _expect_text("argument --stop", text)
     if args.system is not None and not args.chat:
-        raise ValueError("--system needs --chat")
+        args.usage_error("argument --system: needs --chat")
     return model, prompts
+
+
+def _expect_text(what: str, text: str) -> None:
+    """Refuses an argument whose bytes are no text: Python passes them on as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} is not text that can be decoded: {text!r}") from None
 
 
 def _read_prompt(name: str) -> str:
@@ -316,14 +413,16 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
 def _plan(args: argparse.Namespace) -> None:
     from . import memory_plan
 
+    config = _model_config(args.config)
     plan = memory_plan.plan(
-        _model_config(args.config),
+        config,
         draft_tree_widths=args.draft_tree_widths,
         num_nodes=args.num_nodes,
         state_dtype=args.state_dtype,
         activation_dtype=args.activation_dtype,
         stash_dtype=args.stash_dtype,
-        context_length=args.context_length,
+        context_length=args.context_length
+        or min(DEFAULT_CONTEXT_LENGTH, config.max_position_embeddings),
         batch_size=args.batch_size,
         history=args.history,
     )
@@ -377,14 +476,31 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
+    prompts: list[str] = []
+    if argv[:1] == ["generate"] and "--" in argv:
+        # By hand, as the second run of positionals that argparse does not take has no "--" left.
+        end = argv.index("--")
+        argv, prompts = argv[:end], argv[end + 1 :]
     args, rest = parser.parse_known_args(_join_parents(argv))
     # argparse takes one run of positionals only; MODEL --option X PROMPT has two.
     options = [word for word in rest if word.startswith("-") and word != "-"]
     if options or (rest and not hasattr(args, "words")):
-        parser.error(f"unrecognized arguments: {' '.join(options or rest)}")
-    if rest:
-        args.words += rest
+        args.usage_error(f"unrecognized arguments: {' '.join(options or rest)}")
+    if rest or prompts:
+        args.words += rest + prompts
+    if args.command is _generate:
+        _check_drafts(args)
     return args
+
+
+def _check_drafts(args: argparse.Namespace) -> None:
+    """Refuses what argparse cannot: a flag may be in one exclusive group only."""
+    depth, top_k = args.max_draft_len is not None, args.dynamic_tree_top_k is not None
+    for given, flag in ((depth, "--max-draft-len"), (top_k, "--dynamic-tree-top-k")):
+        if given and args.no_speculation:
+            args.usage_error(f"argument --no-speculation: not allowed with argument {flag}")
+    if top_k and args.dynamic_tree is None:
+        args.usage_error("argument --dynamic-tree-top-k: needs --dynamic-tree")
 
 
 def _join_parents(argv: list[str]) -> list[str]:
@@ -403,6 +519,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         allow_abbrev=False,
         description="Tree speculative decoding for Gated DeltaNet hybrid models.",
+        epilog=EPILOG,
     )
     parser.add_argument(
         "--version",
@@ -436,87 +553,157 @@ def _add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         usage=f"{PROGRAM} generate MODEL [PROMPT ...] [options]",
         description="Generate text. The text goes to stdout, all else to stderr. "
         "Several prompts are decoded as one batch.",
+        epilog=EPILOG,
     )
-    parser.set_defaults(command=_generate)
+    parser.set_defaults(command=_generate, usage_error=parser.error)
     parser.add_argument(
-        "words", nargs="*", metavar="MODEL [PROMPT ...]", help="model directory, prompts"
+        "words",
+        nargs="*",
+        metavar="MODEL [PROMPT ...]",
+        help='model directory, and prompts, after "--" if they begin with "-" '
+        "(default: one prompt from standard input, if piped)",
     )
     parser.add_argument(
-        "--model", metavar="DIR", help="model directory; all positionals are prompts then"
+        "--model",
+        metavar="DIR",
+        help="model directory; all positionals are prompts then (default: the first positional)",
     )
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a prompt, after the positional ones; may be repeated (default: none)",
+    )
     parser.add_argument(
         "--prompt-file",
         action="append",
         default=[],
         metavar="FILE",
-        help='one prompt in a file, "-" for standard input; may be repeated',
+        help='one prompt in a file, "-" for standard input; may be repeated (default: none)',
     )
-    parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N")
     parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end at this text; may be repeated"
+        "--chat",
+        action="store_true",
+        help="apply the chat template of the checkpoint, which must have one "
+        "(default: the prompt as it stands)",
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="system message, with --chat (default: none)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=_positive,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help="most tokens to generate for a prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end at this text; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="go on after the end token (default: stop there)",
+    )
     _add_drafts(parser)
     engine = parser.add_argument_group("engine")
     engine.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of weights and activations"
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of weights and activations (default: %(default)s, the checkpoint's; with float32 on "
+        "the CPU, drafts never change the tokens)",
     )
     engine.add_argument(
         "--state-dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="of the state",
+        help="of the recurrent state (default: %(default)s, which is float32)",
     )
-    engine.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, ...")
-    engine.add_argument("--max-batch-size", type=_positive, default=8, metavar="N")
     engine.add_argument(
-        "--max-seq-len", type=_positive, metavar="N", help="prompt and output together"
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda, cuda:1, ... (default: a GPU if torch finds one)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a prompt, at the end")
-    parser.add_argument("-q", "--quiet", action="store_true", help="text and errors only")
+    engine.add_argument(
+        "--max-batch-size",
+        type=_positive,
+        default=8,
+        metavar="N",
+        help="most prompts decoded together (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--max-seq-len",
+        type=_positive,
+        metavar="N",
+        help="most tokens of prompt and output together (default: 8192, or the model's longest "
+        "if that is shorter)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object a prompt, at the end (default: text as it comes)",
+    )
+    parser.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="text and errors only (default: a summary on stderr too)",
+    )
 
 
 def _add_drafts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "drafts", "A tree of widths 3,3,3 unless given, where the model has an MTP module."
+        "drafts",
+        "Without a flag that says how: a tree of widths 3,3,3 where the model has an MTP module, "
+        "else none.",
     )
     shape = group.add_mutually_exclusive_group()
     shape.add_argument(
         "--draft-tree-widths",
         type=_integers,
         metavar="W,W,...",
-        help="children per node, level by level",
+        help="children per node, level by level (default: 3,3,3)",
     )
     shape.add_argument(
         "--draft-tree-parents",
         type=_integers,
         metavar="-1,P,...",
-        help="parent of each node, root first",
+        help="parent of each node, root first (default: a tree by widths)",
     )
     shape.add_argument(
         "--dynamic-tree",
         type=_positive,
         metavar="N",
-        help="the best N draft tokens, anew at each step",
+        help="the best N draft tokens, anew at each step (default: the same tree at each step)",
     )
-    shape.add_argument("--no-speculation", action="store_true", help="decode without drafts")
+    shape.add_argument(
+        "--no-speculation",
+        action="store_true",
+        help="decode without drafts (default: with drafts, where the model has an MTP module)",
+    )
     group.add_argument(
         "--max-draft-len",
         type=_positive,
         metavar="N",
-        help="a chain of N drafts, or the depth of a dynamic tree",
+        help=f"a chain of N drafts, or with --dynamic-tree its depth "
+        f"(default: no chain; {DEFAULT_DYNAMIC_DEPTH} with --dynamic-tree)",
     )
     group.add_argument(
-        "--dynamic-tree-top-k", type=_positive, metavar="K", help="candidates below each node"
+        "--dynamic-tree-top-k",
+        type=_positive,
+        metavar="K",
+        help=f"candidates below each node of a dynamic tree (default: {DEFAULT_DYNAMIC_TOP_K})",
     )
     group.add_argument(
         "--state-commit",
         choices=STATE_COMMITS,
         default="reconstruct",
-        help="how accepted tokens reach the state",
+        help="how accepted tokens reach the state (default: %(default)s)",
     )
 
 
@@ -526,8 +713,9 @@ def _add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         allow_abbrev=False,
         help="memory a sequence takes, by commit policy",
         description="Memory a sequence takes under each commit policy. Nothing is loaded.",
+        epilog=EPILOG,
     )
-    parser.set_defaults(command=_plan)
+    parser.set_defaults(command=_plan, usage_error=parser.error)
     parser.add_argument(
         "config", metavar="CONFIG", help="model directory, config.json, or a shipped name"
     )
@@ -537,32 +725,79 @@ def _add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         type=_integers,
         default=DEFAULT_DRAFT_TREE_WIDTHS,
         metavar="W,W,...",
-        help="children per node, level by level (3,3,3)",
+        help="children per node, level by level (default: 3,3,3)",
     )
-    tree.add_argument("--num-nodes", type=_positive, metavar="N", help="nodes of any other tree")
-    parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--activation-dtype", choices=DTYPES[1:], default="bfloat16")
-    parser.add_argument("--stash-dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--context-length", type=_positive, default=32768, metavar="TOKENS")
-    parser.add_argument("--batch-size", type=_positive, default=1, metavar="N")
+    tree.add_argument(
+        "--num-nodes",
+        type=_positive,
+        metavar="N",
+        help="nodes of any other tree, root included (default: a tree by widths)",
+    )
     parser.add_argument(
-        "--history", type=_positive, default=16, metavar="TOKENS", help='kept by "deferred"'
+        "--state-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the recurrent state (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--activation-dtype",
+        choices=DTYPES[1:],
+        default="bfloat16",
+        help="of activations and KV cache (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stash-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of what verification keeps for the commit (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--context-length",
+        type=_positive,
+        metavar="TOKENS",
+        help=f"tokens that the KV cache is counted at (default: {DEFAULT_CONTEXT_LENGTH}, or the "
+        "model's longest if that is shorter)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="sequences that run at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--history",
+        type=_positive,
+        default=16,
+        metavar="TOKENS",
+        help='accepted tokens that "deferred" keeps for a sequence (default: %(default)s)',
     )
     parser.add_argument(
         "--memory",
         type=_size,
         metavar="SIZE",
-        help="memory beside the weights, such as 141GB: says how many sequences fit",
+        help="memory beside the weights, such as 141GB: says how many sequences fit "
+        "(default: does not say)",
     )
-    parser.add_argument("--json", action="store_true", help="bytes, as one JSON object")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="bytes, as one JSON object (default: a table in MiB)",
+    )
 
 
 def _add_doctor(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add_parser(
-        "doctor", allow_abbrev=False, help="what of CUDA, TensorRT and the libraries is found here"
+        "doctor",
+        allow_abbrev=False,
+        help="what of CUDA, TensorRT and the libraries is found here",
+        description="Says what of CUDA, TensorRT and the libraries is found on this machine.",
+        epilog=EPILOG,
     )
-    parser.set_defaults(command=_doctor)
-    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(command=_doctor, usage_error=parser.error)
+    parser.add_argument(
+        "--json", action="store_true", help="as one JSON object (default: a line a finding)"
+    )
 
 
 def _integers(text: str) -> tuple[int, ...]:
@@ -599,7 +834,7 @@ def _size(text: str) -> int:
 
 
 def _err(text: str) -> None:
-    """Write to stderr, which may be closed."""
+    """Writes to stderr, which may be closed."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -51,6 +51,12 @@ _DEFAULT_ROPE_THETA = 10000.0
 _DEFAULT_PARTIAL_ROTARY_FACTOR = 0.25
 _DEFAULT_FULL_ATTENTION_INTERVAL = 4
 
+# No model comes near these; what lies beyond would fail later, as an overflow or out of memory.
+_MAX_SIZE = 2**31 - 1
+_MAX_LAYERS = 2**16
+# Digits of the longest integer that is read: Python may be set to refuse more (640 at the least).
+_MAX_DIGITS = 640
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -186,13 +192,13 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: the file is not UTF-8 JSON, or its top level is not an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), parse_int=_parsed_int)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, came {type(value).__name__}")
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -210,7 +216,7 @@ class _Reader:
         self.problems: list[str] = []
         nested = raw.get("text_config")
         if nested is not None and not isinstance(nested, Mapping):
-            self.problems.append(f"text_config: expected an object, came {_shown(nested)}")
+            self.problems.append(f"text_config: expected an object, got {_shown(nested)}")
             nested = None
         self.text: Mapping[str, Any] = raw if nested is None else nested
 
@@ -219,9 +225,9 @@ class _Reader:
         named = [level["model_type"] for level in (self.top, self.text) if "model_type" in level]
         wrong = [name for name in named if name not in SUPPORTED_MODEL_TYPES]
         if wrong or not named:
-            came = _shown(wrong[0]) if wrong else "no model_type"
+            got = _shown(wrong[0]) if wrong else "no model_type"
             expected = ", ".join(SUPPORTED_MODEL_TYPES)
-            self.problems.append(f"unsupported model_type: expected one of {expected}; came {came}")
+            self.problems.append(f"unsupported model_type: expected one of {expected}, got {got}")
             return None
         return str(named[-1]).removesuffix("_text") + "_text"
 
@@ -289,22 +295,22 @@ class _Reader:
 
     def wrong(self, key: str, expected: str, level: Mapping[str, Any] | None = None) -> None:
         value = self.either(key) if level is None else level.get(key)
-        self.problems.append(f"{key}: expected {expected}; came {_shown(value)}")
+        self.problems.append(f"{key}: expected {expected}, got {_shown(value)}")
 
     def integer(self, key: str, default: int) -> int:
         value = self.text.get(key, default)
-        if not _is_int(value) or value <= 0:
-            self.wrong(key, "a positive integer", self.text)
+        if not _is_int(value) or not 0 < value <= _most(key):
+            self.wrong(key, _expected_size(key, value), self.text)
             return default
         return value
 
     def number(self, key: str, level: Mapping[str, Any], default: float) -> float:
         value = level.get(key, default)
-        is_number = _is_int(value) or isinstance(value, float)
-        if not is_number or not math.isfinite(value) or value <= 0:
+        number = _as_float(value)
+        if number is None or not math.isfinite(number) or number <= 0:
             self.wrong(key, "a positive number", level)
             return default
-        return float(value)
+        return number
 
     def boolean(self, key: str, level: Mapping[str, Any], default: bool) -> bool:
         value = level.get(key, default)
@@ -338,14 +344,14 @@ class _Reader:
         """Rotary parameters under their new names, wherever the config keeps them."""
         old_or_new = self.text.get("rope_scaling") or self.text.get("rope_parameters") or {}
         if not isinstance(old_or_new, Mapping):
-            self.problems.append(f"rope_parameters: expected an object, came {_shown(old_or_new)}")
+            self.problems.append(f"rope_parameters: expected an object, got {_shown(old_or_new)}")
             old_or_new = {}
         keys = ("rope_theta", "partial_rotary_factor")
         outer = {key: self.text[key] for key in keys if self.text.get(key) is not None}
         rope = {**outer, **old_or_new}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
-            self.problems.append(f"rope_type: expected 'default'; came {_shown(kind)}")
+            self.problems.append(f"rope_type: expected 'default', got {_shown(kind)}")
         return rope
 
     def mtp_layers(self) -> int:
@@ -360,7 +366,7 @@ class _Reader:
         name = value.removeprefix("torch.") if isinstance(value, str) else value
         if name not in SUPPORTED_DTYPES:
             self.problems.append(
-                f"dtype: expected one of {', '.join(SUPPORTED_DTYPES)}; came {_shown(value)}"
+                f"dtype: expected one of {', '.join(SUPPORTED_DTYPES)}, got {_shown(value)}"
             )
             return "float32"
         return name
@@ -385,9 +391,9 @@ def _contradictions(config: ModelConfig) -> list[str]:
     """What is wrong between the numbers of `config`."""
     sizes = _MOE_DEFAULTS if config.is_moe else _DENSE_DEFAULTS
     problems = [
-        f"{key}: expected a positive integer; came {getattr(config, key)!r}"
+        f"{key}: expected {_expected_size(key, size)}, got {_shown(size)}"
         for key in sizes
-        if getattr(config, key) <= 0
+        if not 0 < (size := getattr(config, key)) <= _most(key)
     ]
     if problems:
         return problems
@@ -397,25 +403,35 @@ def _contradictions(config: ModelConfig) -> list[str]:
     ):
         count, divisor = getattr(config, whole), getattr(config, part)
         if count % divisor:
-            problems.append(f"{whole}: expected a multiple of {part} ({divisor}); came {count}")
+            problems.append(f"{whole}: expected a multiple of {part} ({divisor}), got {count}")
     if len(config.layer_types) != config.num_hidden_layers:
         problems.append(
-            f"layer_types: expected {config.num_hidden_layers} entries (num_hidden_layers); "
-            f"came {len(config.layer_types)}"
+            f"layer_types: expected {config.num_hidden_layers} entries (num_hidden_layers), "
+            f"got {len(config.layer_types)}"
         )
     unknown = sorted(set(config.layer_types) - {LINEAR, FULL})
     if unknown:
-        problems.append(f"layer_types: expected {LINEAR} or {FULL}; came {', '.join(unknown)}")
-    if config.rotary_dim % 2 or not 2 <= config.rotary_dim <= config.head_dim:
+        problems.append(f"layer_types: expected {LINEAR} or {FULL}, got {', '.join(unknown)}")
+    if not 0 < config.partial_rotary_factor <= 1:
+        problems.append(
+            "partial_rotary_factor: expected a number above 0 and at most 1, got "
+            f"{_shown(config.partial_rotary_factor)}"
+        )
+    elif config.rotary_dim % 2 or not 2 <= config.rotary_dim <= config.head_dim:
         problems.append(
             f"partial_rotary_factor: expected an even number of rotated channels between 2 and "
-            f"head_dim ({config.head_dim}); came {config.partial_rotary_factor}, which gives "
+            f"head_dim ({config.head_dim}), got {config.partial_rotary_factor}, which gives "
             f"{config.rotary_dim}"
         )
     if config.num_experts_per_tok > config.num_experts:
         problems.append(
-            f"num_experts_per_tok: expected at most num_experts ({config.num_experts}); "
-            f"came {config.num_experts_per_tok}"
+            f"num_experts_per_tok: expected at most num_experts ({config.num_experts}), "
+            f"got {config.num_experts_per_tok}"
+        )
+    if any(not 0 <= token < config.vocab_size for token in config.eos_token_id):
+        problems.append(
+            f"eos_token_id: expected ids below vocab_size ({config.vocab_size}), "
+            f"got {_shown(list(config.eos_token_id))}"
         )
     return problems
 
@@ -438,9 +454,38 @@ def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _most(key: str) -> int:
+    return _MAX_LAYERS if key == "num_hidden_layers" else _MAX_SIZE
+
+
+def _expected_size(key: str, value: Any) -> str:
+    too_large = _is_int(value) and value > 0
+    return f"a positive integer up to {_most(key)}" if too_large else "a positive integer"
+
+
+def _as_float(value: Any) -> float | None:
+    """A number as a float, infinite where it is too large; None if it is no number."""
+    if not _is_int(value) and not isinstance(value, float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _parsed_int(digits: str) -> int | str:
+    """An integer of a JSON file; too long a one stays text, to be refused by the key's reader."""
+    if len(digits) <= _MAX_DIGITS:
+        return int(digits)
+    return f"{digits[:12]}... ({len(digits)} characters)"
+
+
 def _shown(value: Any) -> str:
     """`value` as JSON would write it, shortened: errors speak the file's language."""
-    text = json.dumps(value, default=repr)
+    try:
+        text = json.dumps(value, default=repr)
+    except (ValueError, RecursionError):  # digits beyond Python's limit, or nested too deeply
+        return f"something too large to show ({type(value).__name__})"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -148,8 +148,8 @@ def _nvcc() -> Check:
         "nvcc",
         path is not None,
         detail,
-        "build.sh can compile the CUDA kernels and plugins",
-        "CUDA kernels and plugins cannot be compiled here; the torch operators need no compiler",
+        "build.sh compiles the CUDA kernels",
+        "CUDA kernels cannot be compiled here; the torch operators need no compiler",
     )
 
 
@@ -240,7 +240,7 @@ def _plugin_library() -> Check:
         "plugin library",
         bool(present),
         detail,
-        "CUDA kernels and TensorRT plugins are built",
+        "the CUDA kernels serve the operators on a GPU",
         f"reference operators in torch serve; {LIBRARY_VARIABLE} names a library elsewhere",
     )
 

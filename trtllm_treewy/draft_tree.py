@@ -19,7 +19,7 @@ from .batch import TreeBatch
 
 
 def _check_parents(parent_ids: Sequence[int], name: str) -> None:
-    """Raise ValueError unless `parent_ids` is one tree, parents before children."""
+    """Raises ValueError unless `parent_ids` is one tree, parents before children."""
     if not parent_ids:
         raise ValueError(f"{name}: a tree has at least its root, got no nodes")
     if parent_ids[0] != -1:
@@ -199,7 +199,7 @@ class DraftTree:
 
 
 def fit_to_budget(trees: Sequence[DraftTree], max_total_nodes: int) -> list[DraftTree]:
-    """Prune trees so that together they have at most `max_total_nodes` nodes.
+    """Prunes trees so that together they have at most `max_total_nodes` nodes.
 
     Every root stays; the rest of the budget goes to the best nodes of all trees by cumulative log
     probability, each tree staying closed under ancestors. Ties go to the lower node index, then
@@ -306,7 +306,7 @@ class DynamicTreeBuilder:
     def expand(
         self, token_ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]
     ) -> None:
-        """Add the children of the frontier and choose the next frontier.
+        """Adds the children of the frontier and chooses the next frontier.
 
         Args:
             token_ids: one list of candidate tokens for each frontier node.
@@ -373,7 +373,7 @@ def to_tree_batch(
     pad_nodes_to: int | None = None,
     pad_batch_to: int | None = None,
 ) -> TreeBatch:
-    """Put one tree for each sequence into a device batch.
+    """Puts one tree for each sequence into a device batch.
 
     Args:
         trees: the trees of the batch.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
+import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +52,8 @@ class LLM:
         max_num_tokens: tokens of one engine step: prompt tokens, or tree nodes of all sequences.
         device: a torch device; by default a GPU where torch finds one.
         progress: called with (tensors done, tensors in all) while the checkpoint loads.
+        others: further settings of TensorRT-LLM's `LLM`; those that ask for what this version
+            does anyway are taken, all others are refused.
 
     Raises:
         FileNotFoundError: the checkpoint, or a part of it, is not there.
@@ -73,7 +77,9 @@ class LLM:
         max_num_tokens: int = 8192,
         device: str | torch.device | None = None,
         progress: Callable[[int, int], None] | None = None,
+        **others: Any,
     ) -> None:
+        _refuse_others(others)
         if tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size is {tensor_parallel_size}, expected 1: this version runs "
@@ -87,7 +93,7 @@ class LLM:
         self.tokenizer: Any = None
         if not skip_tokenizer_init:
             self.tokenizer = load_tokenizer(Path(tokenizer or directory))
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = _device(device)
         if max_seq_len is None:
             max_seq_len = min(self.config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
         self._engine, self._memory = build_engine(
@@ -204,7 +210,17 @@ class LLM:
         return handles
 
     def _make_handle(self, prompt: PromptInput, params: SamplingParams) -> _Handle:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling_params must be a SamplingParams, got {type(params).__name__}"
+            )
         params.validate()
+        for token in {*params.stop_ids, *params.end_ids(self._end_ids)}:
+            if token >= self.config.vocab_size:
+                raise ValueError(
+                    f"stop or end token {token} is not an id below "
+                    f"vocab_size={self.config.vocab_size}"
+                )
         text, token_ids = self._read_prompt(prompt, params)
         detokenizer = None
         if self.tokenizer is not None and params.detokenize:
@@ -323,6 +339,7 @@ class _Handle:
             outputs=[completion],
             finished=request.finished,
             speculation=request.stats if self._drafts else None,
+            error=request.error,
         )
 
 
@@ -360,6 +377,13 @@ class RequestStream:
             raise StopAsyncIteration
         return output
 
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        return self.aresult().__await__()
+
+    async def aresult(self) -> RequestOutput:
+        """Waits for the end and returns the whole output, without blocking the event loop."""
+        return await asyncio.to_thread(self.result)
+
     def result(self) -> RequestOutput:
         """Waits for the end and returns the whole output."""
         output = None
@@ -373,6 +397,61 @@ class RequestStream:
             self._llm._release([self._handle])
 
     close = abort
+
+
+# Settings of TensorRT-LLM's LLM, with the values that mean what this version does anyway.
+_OTHERS: dict[str, tuple[Any, ...]] = {
+    "backend": (None, "pytorch"),
+    "trust_remote_code": (False,),
+    "tokenizer_mode": ("auto", "fast"),
+    "revision": (None,),
+    "tokenizer_revision": (None,),
+    "pipeline_parallel_size": (1,),
+    "context_parallel_size": (1,),
+    "moe_expert_parallel_size": (None, 1),
+    "moe_tensor_parallel_size": (None, 1),
+    "enable_attention_dp": (False,),
+    "disable_overlap_scheduler": (True,),
+    "cuda_graph_config": (None,),
+    "enable_chunked_prefill": (True,),
+    "max_beam_width": (None, 1),
+    "max_input_len": (None,),
+    "quant_config": (None,),
+    "lora_config": (None,),
+    "enable_lora": (False,),
+}
+
+
+def _refuse_others(settings: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first setting that asks for something this version has not."""
+    for name, value in settings.items():
+        if name not in _OTHERS:
+            known = [name for name in inspect.signature(LLM).parameters if name != "others"]
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            raise ValueError(f"LLM has no setting {name!r}; {hint}")
+        if not any(value is other or value == other for other in _OTHERS[name]):
+            accepted = " or ".join(repr(other) for other in _OTHERS[name])
+            raise ValueError(f"{name}={value!r} is not supported in this version, only {accepted}")
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or a GPU where there is one; ValueError if it is not there."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is not a torch device: {error}") from None
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= count:
+            raise ValueError(
+                f"device {str(device)!r} is not there: torch sees {count} CUDA devices"
+            )
+    elif found.type != "cpu":
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
+    return found
 
 
 def _is_single(inputs: Any) -> bool:

@@ -82,10 +82,10 @@ class MTPDecodingConfig:
     use_mtp_vanilla: bool = False
     mtp_eagle_one_model: bool = True
 
-    decoding_type = "MTP"
+    decoding_type: str = "MTP"
 
     def __post_init__(self) -> None:
-        """Turn lists into tuples and check everything."""
+        """Turns lists into tuples and checks everything."""
         for name in ("draft_tree_widths", "draft_tree_parents"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _int_tuple(name, getattr(self, name)))
@@ -167,6 +167,10 @@ class MTPDecodingConfig:
         return TreeTopology.chain(self.max_depth)
 
     def _check_refused(self) -> None:
+        if self.decoding_type != "MTP":
+            raise _refused(
+                "MTPDecodingConfig", "decoding_type", self.decoding_type, "only 'MTP' is"
+            )
         for name in (
             "use_relaxed_acceptance_for_thinking",
             "relaxed_topk",
@@ -272,7 +276,7 @@ class KvCacheConfig:
     mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
-        """Check everything."""
+        """Checks everything."""
         owner = "KvCacheConfig"
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, owner=owner)

@@ -83,7 +83,7 @@ class MemoryPlan:
             "snapshot": self.snapshots,
         }
         if policy not in amounts:
-            raise ValueError(f"policy: expected one of {', '.join(amounts)}; came {policy!r}")
+            raise ValueError(f"policy: expected one of {', '.join(amounts)}, got {policy!r}")
         return amounts[policy]
 
     def state_memory(self, policy: str) -> int:
@@ -102,25 +102,8 @@ class MemoryPlan:
     def max_sequences(self, memory_bytes: int) -> dict[str, int]:
         """How many sequences fit into `memory_bytes` (what the weights leave), by policy."""
         if memory_bytes < 0:
-            raise ValueError(f"memory_bytes: expected at least 0; came {memory_bytes}")
+            raise ValueError(f"memory_bytes: expected at least 0, got {memory_bytes}")
         return {policy: memory_bytes // self.total(policy) for policy in STATE_COMMITS}
-
-    def require(self, memory_bytes: int, policy: str = "reconstruct") -> None:
-        """Checks that `batch_size` sequences fit into `memory_bytes`.
-
-        Raises:
-            ValueError: they do not; says by how much, and to what each setting would have to fall
-                if it alone were lowered.
-        """
-        needed = self.batch_size * self.total(policy)
-        if needed <= memory_bytes:
-            return
-        raise ValueError(
-            f"memory: batch_size {self.batch_size} with {policy}, {self.num_nodes} tree nodes and "
-            f"context_length {self.context_length} takes {_mib(needed)} MiB, "
-            f"{_mib(needed - memory_bytes)} MiB more than the {_mib(memory_bytes)} MiB there are; "
-            f"{self._advice(memory_bytes, policy)}"
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in bytes, per sequence, for JSON."""
@@ -175,29 +158,6 @@ class MemoryPlan:
             lines.append(f"{self.batch_size} sequences with KV cache: {', '.join(sums)}")
         return "\n".join(lines)
 
-    def _advice(self, memory_bytes: int, policy: str) -> str:
-        """What each setting would have to be, alone, for the batch to fit."""
-        lower = []
-        if batch_size := memory_bytes // self.total(policy):
-            lower.append(f"batch_size to {batch_size}")
-        share = memory_bytes // self.batch_size
-        per_token = self.kv_cache_per_token + self.draft_kv_cache_per_token
-        tokens = (share - self.state_memory(policy)) // per_token if per_token else 0
-        if tokens > 0:
-            lower.append(f"context_length to {tokens}")
-        per_node = (self.snapshots if policy == "snapshot" else self.stash) // self.num_nodes
-        rest = self.total(policy) - per_node * self.num_nodes
-        nodes = (share - rest) // per_node if per_node else 0
-        if nodes > 0:
-            lower.append(f"the draft tree to {nodes} nodes")
-        fits = [p for p in STATE_COMMITS if self.batch_size * self.total(p) <= memory_bytes]
-        advice = [f"lower {' or '.join(lower)}"] if lower else []
-        advice += [f"choose state_commit {' or '.join(fits)}"] if fits else []
-        return ", or ".join(advice) or (
-            "lowering batch_size, context_length or the draft tree alone is not enough: "
-            "lower several"
-        )
-
 
 def plan(
     config: ModelConfig,
@@ -233,7 +193,7 @@ def plan(
     sizes = {"num_nodes": nodes, "batch_size": batch_size, "history": history}
     for name, value in {**sizes, "context_length": context_length}.items():
         if value < (0 if name == "context_length" else 1):
-            raise ValueError(f"{name}: expected a positive number; came {value}")
+            raise ValueError(f"{name}: expected a positive number, got {value}")
     history = max(history, depth + 1)
     state_bytes = _size_of("state_dtype", state_dtype)
     activation_bytes = _size_of("activation_dtype", activation_dtype)
@@ -277,7 +237,7 @@ def input_stash_bytes(
 
 def _size_of(name: str, dtype: str) -> int:
     if dtype not in DTYPE_BYTES:
-        raise ValueError(f"{name}: expected one of {', '.join(DTYPE_BYTES)}; came {dtype!r}")
+        raise ValueError(f"{name}: expected one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     return DTYPE_BYTES[dtype]
 
 

@@ -26,7 +26,7 @@ def expect(
     dtypes: Sequence[torch.dtype] = FLOAT_TYPES,
     device: torch.device | None = None,
 ) -> None:
-    """Raise ValueError unless x has the shape, one of the types and the device expected."""
+    """Raises ValueError unless x has the shape, one of the types and the device expected."""
     if x.dim() != len(shape) or any(
         have != want for have, want in zip(x.shape, shape, strict=True)
     ):
@@ -42,7 +42,7 @@ def expect(
 
 
 def expect_dims(op: str, name: str, x: Tensor, layout: str) -> None:
-    """Raise ValueError unless x has as many dimensions as the layout names."""
+    """Raises ValueError unless x has as many dimensions as the layout names."""
     dims = layout.count(",") + 1
     if x.dim() != dims:
         raise ValueError(f"treewy::{op}: {name} must be [{layout}], got {list(x.shape)}")
@@ -56,7 +56,7 @@ def expect_index(
 
 
 def expect_groups(op: str, key_heads: int, value_heads: int) -> None:
-    """Raise ValueError unless the value heads divide evenly among the key heads."""
+    """Raises ValueError unless the value heads divide evenly among the key heads."""
     if key_heads < 1 or value_heads % key_heads:
         raise ValueError(
             f"treewy::{op}: value heads must be a multiple of key heads, "
@@ -96,7 +96,7 @@ def accepted_values(
 
 
 def tree_values(parents: Tensor, num_nodes: Tensor) -> list[int]:
-    """Raise ValueError unless the trees are well formed; returns num_nodes on the host."""
+    """Raises ValueError unless the trees are well formed; returns num_nodes on the host."""
     batch, nodes = parents.shape
     counts: list[int] = num_nodes.tolist()
     for row, count in enumerate(counts):

@@ -28,6 +28,8 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 def read_rows(pool: Tensor, slot: Tensor) -> Tensor:
     """Rows of a pool [slots, ...] by slot; rows with slot -1 hold something to select away."""
+    if pool.shape[0] == 0:
+        return pool.new_zeros(slot.shape[0], *pool.shape[1:])
     if slot.is_cpu and slot.shape[0] == 1:
         return pool.narrow(0, max(int(slot), 0), 1)
     return pool.index_select(0, slot.clamp(min=0))
@@ -45,7 +47,7 @@ class Projections(NamedTuple):
     dt_bias: Tensor
 
     def check(self, op: str, lead: str, state: Tensor) -> None:
-        """Raise ValueError unless they fit each other and the pool [slots, HV, V, K]."""
+        """Raises ValueError unless they fit each other and the pool [slots, HV, V, K]."""
         expect_dims(op, "q", self.q, f"{lead}, HK, K")
         expect_dims(op, "state", state, STATE_LAYOUT)
         heads, dim, key_dim = state.shape[1:]
@@ -93,7 +95,7 @@ class History(NamedTuple):
         return cls(*given)
 
     def check(self, op: str, state: Tensor, key_heads: int) -> None:
-        """Raise ValueError unless they fit the state pool [(layers,) slots, HV, V, K]."""
+        """Raises ValueError unless they fit the state pool [(layers,) slots, HV, V, K]."""
         lead, (slots, heads, dim, key_dim) = state.shape[:-4], state.shape[-4:]
         prefix = "layers, slots, H" if lead else "slots, H"
         expect_dims(op, "history_u", self.u, f"{prefix}, HV, V")
@@ -161,7 +163,7 @@ class Trees(NamedTuple):
     num_nodes: Tensor
 
     def check(self, op: str, shape: tuple[int, int], device: torch.device) -> None:
-        """Raise ValueError unless the shapes are those of `shape` = (B, N)."""
+        """Raises ValueError unless the shapes are those of `shape` = (B, N)."""
         expect_index(op, "slot", self.slot, "batch", shape[:1], device)
         expect_index(op, "parents", self.parents, "batch, N", shape, device)
         expect_index(op, "num_nodes", self.num_nodes, "batch", shape[:1], device)
@@ -255,7 +257,7 @@ class Commit(NamedTuple):
         return Trees(self.slot, self.parents, self.num_nodes)
 
     def check(self, op: str, device: torch.device) -> None:
-        """Raise ValueError unless the shapes fit each other."""
+        """Raises ValueError unless the shapes fit each other."""
         expect_dims(op, "parents", self.parents, "batch, N")
         batch, nodes = self.parents.shape
         self.trees.check(op, (batch, nodes), device)
@@ -267,6 +269,10 @@ class Commit(NamedTuple):
             slots = op_checks.slot_values(op, self.slot, num_slots, unique=True)
             op_checks.accepted_values(op, self.accepted, slots, plan.counts or ())
         return (self.slot >= 0) & (self.accepted >= 0) & (self.accepted < self.num_nodes)
+
+    def is_empty(self, num_slots: int) -> bool:
+        """Whether the shapes alone say that no row can move."""
+        return self.parents.numel() == 0 or num_slots == 0
 
     def last(self, rows: Tensor) -> Tensor:
         """The accepted node of the rows, int64, in range whatever it held."""
@@ -290,7 +296,7 @@ class Stash(NamedTuple):
     g: Tensor
 
     def check(self, op: str, state: Tensor, shape: torch.Size) -> None:
-        """Raise ValueError unless they fit the pool [L, slots, HV, V, K] and `shape` = (B, N)."""
+        """Raises ValueError unless they fit the pool [L, slots, HV, V, K] and `shape` = (B, N)."""
         expect_dims(op, "state", state, f"layers, {STATE_LAYOUT}")
         expect_dims(op, "k", self.k, "layers, batch, N, HK, K")
         layers, _, heads, dim, key_dim = state.shape

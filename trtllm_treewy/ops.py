@@ -172,7 +172,7 @@ def commit(
     k: Tensor,
     g: Tensor,
 ) -> None:
-    """Move the states to the accepted nodes, from what `tree_verify` returned.
+    """Moves the states to the accepted nodes, from what `tree_verify` returned.
 
     Args:
         state: [L, slots, HV, V, K], written in place.
@@ -183,7 +183,10 @@ def commit(
     _check_commit(state, slot, parents, num_nodes, accepted, u, k, g)
     goal, stash = Commit(slot, parents, num_nodes, accepted), Stash(u, k, g)
     plan, dtype = goal.trees.plan(), compute_dtype(state, u)
-    writes = Writes.of(goal.active("commit", plan, state.shape[1]), slot)
+    active = goal.active("commit", plan, state.shape[1])
+    if goal.is_empty(state.shape[1]):
+        return
+    writes = Writes.of(active, slot)
     if not writes:
         return
     paths = goal.paths(plan, writes.rows)
@@ -227,7 +230,7 @@ def commit_deferred(
     k: Tensor,
     g: Tensor,
 ) -> None:
-    """Append the accepted paths to the histories; a history without room is folded in first.
+    """Appends the accepted paths to the histories; a history without room is folded in first.
 
     Args:
         state: [L, slots, HV, V, K], written only where a history is folded in.
@@ -246,6 +249,8 @@ def commit_deferred(
     _check_deferred(state, *history, *goal, *stash)
     plan = goal.trees.plan()
     active = goal.active(op, plan, state.shape[1])
+    if goal.is_empty(state.shape[1]):
+        return
     added = _path_lengths(goal, plan)
     fits = added <= history_u.shape[2]
     if active.is_cpu and bool((active & ~fits).any()):
@@ -288,7 +293,7 @@ def _path_lengths(goal: Commit, plan: TreePlan) -> Tensor:
 
 
 def _append(history: History, goal: Commit, plan: TreePlan, writes: Writes, stash: Stash) -> None:
-    """Write the accepted paths behind the histories' last entries."""
+    """Writes the accepted paths behind the histories' last entries."""
     if not writes:
         return
     paths = goal.paths(plan, writes.rows)
@@ -307,7 +312,7 @@ def _append(history: History, goal: Commit, plan: TreePlan, writes: Writes, stas
 
 
 def _fold(state: Tensor, history: History, slot: Tensor, active: Tensor) -> None:
-    """Fold the histories of the active rows into their states and empty them."""
+    """Folds the histories of the active rows into their states and empties them."""
     writes = Writes.of(active & (read_rows(history.length, slot) > 0), slot)
     if not writes:
         return
@@ -332,7 +337,7 @@ def flush_history(
     history_len: Tensor,
     slot: Tensor,
 ) -> None:
-    """Fold the histories of the slots into their states now, and empty them.
+    """Folds the histories of the slots into their states now, and empties them.
 
     Args:
         state, history_u, history_k, history_g, history_len: as for `commit_deferred`.
@@ -341,6 +346,8 @@ def flush_history(
     _check_flush(state, history_u, history_k, history_g, history_len, slot)
     if slot.is_cpu:
         op_checks.slot_values("flush_history", slot, state.shape[1], unique=True)
+    if slot.shape[0] == 0 or state.shape[1] == 0:
+        return
     _fold(state, History(history_u, history_k, history_g, history_len), slot, slot >= 0)
 
 
@@ -371,7 +378,7 @@ def commit_snapshot(
     accepted: Tensor,
     states: Tensor,
 ) -> None:
-    """Copy the stored states of the accepted nodes into the pool.
+    """Copies the stored states of the accepted nodes into the pool.
 
     Args:
         state: [L, slots, HV, V, K], written in place.
@@ -381,6 +388,8 @@ def commit_snapshot(
     _check_snapshot(state, slot, parents, num_nodes, accepted, states)
     goal = Commit(slot, parents, num_nodes, accepted)
     active = goal.active("commit_snapshot", goal.trees.plan(), state.shape[1])
+    if goal.is_empty(state.shape[1]):
+        return
     writes = Writes.of(active, slot)
     last = goal.last(writes.rows)
     for pool, stored in zip(state, states, strict=True):
@@ -477,7 +486,7 @@ def conv_commit(
     accepted: Tensor,
     x: Tensor,
 ) -> None:
-    """Move the conv windows to the accepted nodes: the last W-1 raw inputs along each path.
+    """Moves the conv windows to the accepted nodes: the last W-1 raw inputs along each path.
 
     Args:
         conv_state: [L, slots, W-1, C], written in place.
@@ -487,7 +496,10 @@ def conv_commit(
     _check_conv_commit(conv_state, slot, parents, num_nodes, accepted, x)
     goal = Commit(slot, parents, num_nodes, accepted)
     plan = goal.trees.plan()
-    writes = Writes.of(goal.active("conv_commit", plan, conv_state.shape[1]), slot)
+    active = goal.active("conv_commit", plan, conv_state.shape[1])
+    if goal.is_empty(conv_state.shape[1]):
+        return
+    writes = Writes.of(active, slot)
     if not writes:
         return
     taps = reference.tap_rows(plan.parents, plan.valid, conv_state.shape[2] + 1)
@@ -636,3 +648,10 @@ def _(x, conv_state, slot, cu_seqlens, weight, bias=None):  # type: ignore[no-un
     _check_conv("prefill_conv", x, conv_state, weight, bias)
     _check_packed("prefill_conv", slot, cu_seqlens, x.device)
     return x.new_empty(x.shape)
+
+
+# ------------------------------------------------------------------ CUDA
+
+from . import cuda_ops  # noqa: E402  (its kernels go to the operators above)
+
+cuda_ops.register()

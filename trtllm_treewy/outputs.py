@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass
@@ -28,7 +28,7 @@ class AcceptanceStats:
     accepted_per_depth: list[int] = field(default_factory=list)
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one verification step of one sequence (both counts without the root)."""
+        """Counts one verification step of one sequence (both counts without the root)."""
         if not 0 <= num_accepted <= num_drafted:
             raise ValueError(
                 f"num_accepted must be in [0, num_drafted = {num_drafted}], got {num_accepted}"
@@ -85,8 +85,9 @@ class CompletionOutput:
         index: number of the text among those of the request; 0 in this version.
         text: everything generated so far, without the prompt.
         token_ids: the same as token ids, the end or stop token included.
-        finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or the
-            longest sequence reached), "cancelled", or None while the request runs.
+        finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens
+            reached), "cancelled", "error" (see `RequestOutput.error`), or None while the request
+            runs.
         stop_reason: the stop string or stop token id that ended it; None for an end token.
         text_diff: what this output adds to the text of the one before, when streaming.
         token_ids_diff: the same for the token ids.
@@ -117,6 +118,7 @@ class RequestOutput:
         outputs: the generated texts; one in this version.
         finished: whether the request has ended.
         speculation: acceptance statistics; None when the request ran without drafts.
+        error: what went wrong with this request alone, where its finish reason is "error".
     """
 
     request_id: int
@@ -125,3 +127,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     speculation: AcceptanceStats | None = None
+    error: str | None = None

@@ -76,8 +76,10 @@ def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
         never rounded to 16 bits.
     """
     dtype = torch.promote_types(torch.promote_types(a.dtype, A_log.dtype), torch.float32)
-    rate = -A_log.to(dtype).exp()
-    g = rate * F.softplus(a.to(dtype) + dt_bias.to(dtype))
+    # Both factors stay finite, as Inf * 0 is NaN; clamp() keeps a NaN.
+    largest = torch.finfo(dtype).max
+    rate = -A_log.to(dtype).exp().clamp(max=largest)
+    g = rate * F.softplus(a.to(dtype) + dt_bias.to(dtype)).clamp(max=largest)
     return g.clamp(min=MIN_LOG_DECAY), b.to(dtype).sigmoid()
 
 
@@ -207,10 +209,11 @@ def _apply_state(vectors: Tensor, state: Tensor, history: History | None) -> Ten
     applied term by term and never formed.
     """
     batch, key_heads, count, _ = vectors.shape
-    heads, dim = state.shape[1:3]
-    flat = state.reshape(batch, key_heads, -1, state.shape[-1])
+    heads, dim, key_dim = state.shape[1:]
+    group = heads // key_heads
+    flat = state.reshape(batch, key_heads, group * dim, key_dim)
     result = vectors @ flat.transpose(-1, -2)
-    result = result.view(batch, key_heads, count, -1, dim).transpose(2, 3)
+    result = result.view(batch, key_heads, count, group, dim).transpose(2, 3)
     result = result.reshape(batch, heads, count, dim)
     if history is None:
         return result
@@ -235,7 +238,7 @@ def _select(valid: Tensor, x: Tensor) -> Tensor:
 
 def _group(x: Tensor, key_heads: int) -> Tensor:
     """[B, HV, ...] -> [B, HK, HV / HK, ...]."""
-    return x.reshape(x.shape[0], key_heads, -1, *x.shape[2:])
+    return x.reshape(x.shape[0], key_heads, x.shape[1] // key_heads, *x.shape[2:])
 
 
 def _wy_system(
@@ -337,7 +340,8 @@ def commit_path(state: Tensor, u: Tensor, k: Tensor, g: Tensor, valid: Tensor) -
     keys = _select(valid, k).movedim(-3, -2)  # [..., HK, P, K]
     lead, (heads, dim, key_dim) = state.shape[:-3], state.shape[-3:]
     key_heads = keys.shape[-3]
-    values = scaled.reshape(*lead, -1, key_heads, heads // key_heads * dim)
+    path = scaled.shape[-3]
+    values = scaled.reshape(*lead, path, key_heads, heads // key_heads * dim)
     update = values.movedim(-3, -1) @ keys  # [..., HK, (HV/HK) V, K]
     update = update.reshape(*lead, heads, dim, key_dim)
     return torch.addcmul(update, total[..., None, None], state)

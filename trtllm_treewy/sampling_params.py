@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,7 +129,7 @@ class SamplingParams:
         self.validate()
 
     def validate(self) -> None:
-        """Check every field; called again when a request is made, as fields may be assigned.
+        """Checks every field; called again when a request is made, as fields may be assigned.
 
         Raises:
             ValueError: naming the field, what was expected and what came.
@@ -145,11 +145,13 @@ class SamplingParams:
                 f"SamplingParams: min_tokens ({self.min_tokens}) is above max_tokens "
                 f"({self.max_tokens})"
             )
+        self._check_several("stop", "a non-empty string or several")
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise ValueError(
                     f"SamplingParams: stop must be a non-empty string or several, got {text!r}"
                 )
+        self._check_several("stop_token_ids", "a list of token ids")
         for token_id in self.stop_ids:
             _check_int("stop_token_ids", token_id, minimum=0)
         if self.stop_strings and not self.detokenize:
@@ -164,6 +166,11 @@ class SamplingParams:
                 raise ValueError(
                     f"SamplingParams: {name}={value!r} is not supported in this version ({reason})"
                 )
+
+    def _check_several(self, name: str, expected: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not isinstance(value, Sequence | Set):
+            raise ValueError(f"SamplingParams: {name} must be {expected}, got {value!r}")
 
     def _check_greedy(self) -> None:
         for name in ("temperature", "top_p"):

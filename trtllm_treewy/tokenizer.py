@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from .config import ModelConfig
+from .config import ModelConfig, read_json
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -38,16 +37,15 @@ def end_token_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
     path = directory / "generation_config.json"
     if not path.is_file():
         return config.eos_token_id
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: expected a JSON object, got {error}") from error
+    raw = read_json(path).get("eos_token_id")
     if raw is None:
         return config.eos_token_id
     ids = tuple(raw) if isinstance(raw, list) else (raw,)
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or token >= config.vocab_size:
+        is_int = isinstance(token, int) and not isinstance(token, bool)
+        if not is_int or not 0 <= token < config.vocab_size:
             raise ValueError(
-                f"{path}: eos_token_id {token!r} is not an id below vocab_size={config.vocab_size}"
+                f"{path}: eos_token_id {token!r} is not an id below vocab_size="
+                f"{config.vocab_size}; ids start at 0"
             )
     return ids

@@ -1,8 +1,10 @@
 """Tensor functions of a batch of draft trees: depths, ancestors, path tables.
 
 A tree is `parents [batch, N]` int32: topological order (a parent's index is smaller than its
-child's), root first with parent -1. Nodes at or beyond `num_nodes` are padding. All functions are
-loop-free in the nodes, run on any device and never synchronise with the host.
+child's), root first with parent -1. Nodes at or beyond `num_nodes` are padding. The functions run
+on any device and never wait for it, but for `independent_blocks`, which reads its tensors on the
+host. Loops run over sizes that the host knows: `path_to` over the columns of its result,
+`ancestor_mask` over ceil(log2(N)) products.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ def ancestor_mask(parents: Tensor, num_nodes: Tensor) -> Tensor:
     """`mask[b, t, i]` is True where i is t or a proper ancestor of t; bool [batch, N, N].
 
     A padded node has itself alone, and no real node has a padded ancestor. The closure of the
-    parent relation is taken by squaring, so a tree of depth D costs ceil(log2(D)) products.
+    parent relation is taken by squaring, in ceil(log2(N)) products: fewer would do for a shallow
+    tree, but only the device knows the depth.
     """
     batch, n = parents.shape
     valid = valid_nodes(parents, num_nodes)
@@ -71,9 +74,12 @@ def independent_blocks(parents: Tensor, num_nodes: Tensor) -> tuple[tuple[int, i
     of the batch. A tree in level order has a run per level, a chain a run per node. Reads the
     tensors on the host.
     """
+    batch, nodes = parents.shape
+    if batch == 0 or nodes == 0:
+        return ((0, nodes),) if nodes else ()
     before = torch.where(valid_nodes(parents, num_nodes), parents, -1).amax(0).tolist()
-    starts = [0] if before else []
+    starts = [0]
     for node, parent in enumerate(before):
         if parent >= starts[-1]:
             starts.append(node)
-    return tuple(zip(starts, [*starts[1:], len(before)], strict=True))
+    return tuple(zip(starts, [*starts[1:], nodes], strict=True))

@@ -2,12 +2,12 @@
 
     python acceptance.py --model ../treewy-tiny --prompts heldout.jsonl
 
-Decoding is greedy and in float32.  One verification step accepts a path of the draft tree that
+Decoding is greedy and in float32. One verification step accepts a path of the draft tree that
 agrees with the trunk and adds one token of the trunk's own, so its length is the path's plus one.
 An accepted path is always a piece of the trunk's greedy continuation: a static tree that holds
-the ``w`` best tokens of each node at depth ``d`` gets one level deeper exactly when the next
-greedy token is among the ``w`` best of the predictor recursed along that continuation.  So the
-continuation is written once by transformers' ``generate`` and the trees are scored against it.
+the `w` best tokens of each node at depth `d` gets one level deeper exactly when the next
+greedy token is among the `w` best of the predictor recursed along that continuation. So the
+continuation is written once by transformers' `generate` and the trees are scored against it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TREES = ((1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 2, 1))
 
 
 def continuation(model: Qwen3_5ForCausalLM, prompt: Tensor, count: int) -> Tensor:
-    """The prompt and its greedy continuation by ``count`` tokens, or up to the end of text."""
+    """The prompt and its greedy continuation by `count` tokens, or up to the end of text."""
     config = GenerationConfig(
         max_new_tokens=count,
         do_sample=False,
@@ -39,7 +39,7 @@ def continuation(model: Qwen3_5ForCausalLM, prompt: Tensor, count: int) -> Tenso
 
 
 def draft_ranks(model: Qwen3_5ForCausalLM, mtp: MultiTokenPredictor, ids: Tensor) -> Tensor:
-    """``[DEPTHS, T - DEPTHS]``: rank that depth ``d`` of base ``t`` gave to token ``t + d + 1``."""
+    """`[DEPTHS, T - DEPTHS]`: rank that depth `d` of base `t` gave to token `t + d + 1`."""
     ops = Ops(compiled=False)
     hidden = trunk_hidden(ops, model, ids[None])
     ranks = []
@@ -54,7 +54,7 @@ def draft_ranks(model: Qwen3_5ForCausalLM, mtp: MultiTokenPredictor, ids: Tensor
 
 
 def step_lengths(ranks: Tensor, widths: tuple[int, ...], base: int, end: int) -> list[int]:
-    """Tokens gained by each verification step from ``base`` until position ``end`` is written."""
+    """Tokens gained by each verification step from `base` until position `end` is written."""
     lengths = []
     while base + 1 < end:
         accepted = 0

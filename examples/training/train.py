@@ -1,17 +1,17 @@
-"""Train ``treewy-tiny``: the trunk, then its multi-token predictor (MTP) by distillation.
+"""Train `treewy-tiny`: the trunk, then its multi-token predictor (MTP) by distillation.
 
     python train.py trunk --data .data/corpus --out .data/model
     python train.py mtp   --data .data/corpus --out .data/model
     python train.py check --data .data/corpus --out .data/model
 
-``trunk`` is ordinary next-token training, and then a short unlikelihood stage that talks the model
-out of the verbatim loops to which small models tend under greedy decoding.  ``mtp`` freezes the
+`trunk` is ordinary next-token training, and then a short unlikelihood stage that talks the model
+out of the verbatim loops to which small models tend under greedy decoding. `mtp` freezes the
 trunk (rounded to bfloat16, as it ships), lets it write continuations of training text, and trains
 the predictor at depths 1 to 3 to agree with the trunk's own distribution on those continuations
 and on the training text.
 
-Both stages write a Hugging Face directory: ``config.json``, ``generation_config.json`` and
-``model.safetensors`` in bfloat16.
+Both stages write a Hugging Face directory: `config.json`, `generation_config.json` and
+`model.safetensors` in bfloat16.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load_tokens(path: Path, device: torch.device) -> Tensor:
 
 
 def windows(tokens: Tensor, length: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Endless windows of ``length`` tokens: every epoch a new offset and a new order."""
+    """Endless windows of `length` tokens: every epoch a new offset and a new order."""
     while True:
         offset = int(torch.randint(length, (1,), generator=generator))
         count = (len(tokens) - offset) // length
@@ -74,9 +74,9 @@ def write_rows(
     length: int,
     temperature: float | None = None,
 ) -> Tensor:
-    """``rows`` rows of ``length`` tokens: prompts from ``tokens`` that the trunk writes on from.
+    """`rows` rows of `length` tokens: prompts from `tokens` that the trunk writes on from.
 
-    Greedy without a temperature.  The end-of-text token does not stop the writing.
+    Greedy without a temperature. The end-of-text token does not stop the writing.
     """
     places = torch.randint(len(tokens) - prompt, (rows, 1)).to(tokens.device)
     prompts = tokens[places + torch.arange(prompt, device=tokens.device)]
@@ -90,7 +90,7 @@ def write_rows(
 
 
 def repeats(rows: Tensor, order: int, start: int) -> Tensor:
-    """Mask of the tokens from ``start`` on that end an n-gram seen before in their row."""
+    """Mask of the tokens from `start` on that end an n-gram seen before in their row."""
     count = rows.shape[1] - order + 1
     codes = torch.zeros_like(rows[:, :count])
     for i in range(order):
@@ -174,7 +174,7 @@ def mixed_precision(device: torch.device) -> torch.autocast:
 
 
 class GradientStep:
-    """Runs a loss function and its backward pass; with ``graph``, as one replayed CUDA graph.
+    """Runs a loss function and its backward pass; with `graph`, as one replayed CUDA graph.
 
     The model is so small that launching its kernels one by one takes longer than running them.
     """
@@ -244,7 +244,7 @@ def save_model(model: Qwen3_5ForCausalLM, mtp: MultiTokenPredictor, out: Path) -
 def load_model(
     folder: Path, device: torch.device
 ) -> tuple[Qwen3_5ForCausalLM, MultiTokenPredictor]:
-    """The trunk and its predictor in float32 from a directory that ``save_model`` wrote."""
+    """The trunk and its predictor in float32 from a directory that `save_model` wrote."""
     model = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     mtp = MultiTokenPredictor(model.config)
     state = load_file(folder / "model.safetensors")
@@ -406,8 +406,8 @@ def distillation_loss(
 ) -> tuple[Tensor, Tensor]:
     """Loss over the depths, and each depth's share of agreement with the trunk's first choice.
 
-    The target of depth ``d`` at base ``t`` is the trunk's distribution at position ``t + d``;
-    ``hard`` of the weight goes to its most likely token alone.
+    The target of depth `d` at base `t` is the trunk's distribution at position `t + d`;
+    `hard` of the weight goes to its most likely token alone.
     """
     embedding = model.model.embed_tokens.weight
     with torch.no_grad():
@@ -429,7 +429,7 @@ def distillation_loss(
 def mixed_order(
     own: int, total: int, args: argparse.Namespace, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """Row numbers of endless batches with the share ``args.own_share`` of the trunk's own rows."""
+    """Row numbers of endless batches with the share `args.own_share` of the trunk's own rows."""
 
     def shuffled(first: int, last: int) -> Iterator[int]:
         while True:
