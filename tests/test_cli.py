@@ -3,6 +3,7 @@
 `generate` runs here over a stand-in for `LLM` that yields a fixed text word by word.
 """
 
+import argparse
 import io
 import json
 import os
@@ -17,6 +18,7 @@ import types
 import pytest
 
 from trtllm_treewy import cli
+from trtllm_treewy.cli import arguments, sizes
 from trtllm_treewy.llmapi import KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.outputs import AcceptanceStats, CompletionOutput, RequestOutput
 from trtllm_treewy.sampling_params import SamplingParams
@@ -38,6 +40,7 @@ class FakeLLM:
 
     made: list["FakeLLM"] = []
     words = WORDS
+    failing = ()  # prompts whose requests end with an error
 
     def __init__(self, model, **settings):
         self.model, self.settings, self.tokenizer = model, settings, FakeTokenizer()
@@ -64,7 +67,10 @@ class FakeLLM:
             text_diff=self.words[count - 1],
             token_ids_diff=[count - 1],
         )
-        return RequestOutput(0, prompt, [1, 2], [completion], True, stats)
+        error = None
+        if prompt in self.failing and completion.finish_reason is not None:
+            completion.finish_reason, error = "error", "the logits are not finite"
+        return RequestOutput(0, prompt, [1, 2], [completion], True, stats, error)
 
     def generate(self, prompts, params):
         self.prompts, self.params = prompts, params
@@ -143,7 +149,7 @@ def test_text_alone_on_stdout(fake_llm, model, capsys):
     assert llm.settings["speculative_config"] == MTPDecodingConfig(draft_tree_widths=(3, 3, 3))
     assert llm.settings["kv_cache_config"] == KvCacheConfig()
     assert llm.settings["max_batch_size"] == 1
-    assert llm.params == SamplingParams(max_tokens=cli.DEFAULT_MAX_TOKENS)
+    assert llm.params == SamplingParams(max_tokens=arguments.DEFAULT_MAX_TOKENS)
 
 
 def test_quiet_leaves_stderr_empty(fake_llm, model, capsys):
@@ -267,6 +273,38 @@ def test_json_is_one_object_a_prompt(fake_llm, model, capsys):
     assert lines[0]["memory"]["state_bytes"] == 3 << 20
 
 
+def test_request_that_fails_in_json(fake_llm, model, capsys, monkeypatch):
+    monkeypatch.setattr(fake_llm, "failing", ("b",))
+    assert run("generate", "--model", model, "a", "b", "c", "--json", "-q") == 1
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["error"] for line in lines] == [None, "the logits are not finite", None]
+    assert [line["finish_reason"] for line in lines] == ["length", "error", "length"]
+    assert err == ""
+
+
+@pytest.mark.parametrize("prompts", [("a",), ("a", "b", "c"), ("b", "a", "c")])
+def test_request_that_fails_is_told_after_its_text(prompts, fake_llm, model, capsys, monkeypatch):
+    monkeypatch.setattr(fake_llm, "failing", ("a",))
+    assert run("generate", "--model", model, *prompts) == 1
+    out, err = capsys.readouterr()
+    assert out == "Once upon a time\n" * len(prompts)  # the others are not concerned
+    number = 1 + prompts.index("a")
+    lines = err.splitlines()
+    told = f"trtllm-treewy: error: prompt {number}: the logits are not finite"
+    assert [line for line in lines if "error" in line] == [told]
+    if len(prompts) > 1:
+        assert lines[lines.index(told) - 1] == f"--- prompt {number} of 3"
+    assert "tokens in" in err  # the summary comes all the same
+
+
+def test_request_that_fails_is_told_in_quiet(fake_llm, model, capsys, monkeypatch):
+    monkeypatch.setattr(fake_llm, "failing", ("a",))
+    assert run("generate", model, "a", "-q") == 1
+    told = "trtllm-treewy: error: prompt 1: the logits are not finite\n"
+    assert capsys.readouterr().err == told
+
+
 def test_chat(fake_llm, model):
     assert run("generate", model, "Hi", "--chat", "--system", "Be brief") == 0
     (llm,) = fake_llm.made
@@ -371,7 +409,7 @@ def test_prompts_behind_two_dashes_are_taken_as_they_stand(argv, prompts, fake_l
     assert run("generate", *[model if word == "MODEL" else word for word in argv]) == 0
     (llm,) = fake_llm.made
     assert llm.prompts == (prompts or ["--draft-tree-parents", "-1"])
-    assert llm.params.max_tokens in (4, cli.DEFAULT_MAX_TOKENS)
+    assert llm.params.max_tokens in (4, arguments.DEFAULT_MAX_TOKENS)
 
 
 SHAPES = [
@@ -479,13 +517,13 @@ def test_prompt_file_that_is_not_text(fake_llm, model, tmp_path, capsys):
     ],
 )
 def test_sizes(text, size):
-    assert cli._size(text) == size
+    assert sizes.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-3GB", "0", "3XB", "inf", "nanGB", "1GB2", "3BB"])
 def test_sizes_that_are_none(text):
-    with pytest.raises(cli.argparse.ArgumentTypeError):
-        cli._size(text)
+    with pytest.raises(argparse.ArgumentTypeError):
+        sizes.parse_size(text)
 
 
 # --- the process itself ---
@@ -593,7 +631,7 @@ def test_help_is_instant(argv):
 
 @pytest.mark.parametrize("name", ["generate", "plan", "doctor"])
 def test_every_option_says_what_it_does_and_its_default(name, capsys):
-    (commands,) = cli._parser()._subparsers._group_actions
+    (commands,) = arguments._parser()._subparsers._group_actions
     for action in commands.choices[name]._actions:
         assert action.help, action
         assert not action.option_strings or action.dest == "help" or "(default: " in action.help

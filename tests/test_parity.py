@@ -82,8 +82,20 @@ def test_long_prompt(max_num_tokens, tmp_path):
         device="cpu",
         max_num_tokens=max_num_tokens,
     ) as llm:
-        ours = llm.generate(prompt, SamplingParams(max_tokens=24)).outputs[0].token_ids
-    assert ours == greedy_by_transformers(reference, prompt, 24)
+        ours = llm.generate(prompt, SamplingParams(max_tokens=128)).outputs[0].token_ids
+    assert ours == greedy_by_transformers(reference, prompt, 128)
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    executor = executor_of(tmp_path)
+    assert executor.try_allocate(2, 333)
+    hidden = []
+    for start in range(0, 333, max_num_tokens):
+        piece = prompt[start : start + max_num_tokens]
+        batch = prefill_batch(piece, [len(piece)], [2], [start], executor.device)
+        hidden.append(executor.prefill(batch).hidden)
+    with torch.inference_mode():
+        logits = executor.model.logits(torch.cat(hidden))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
 def test_mtp_module(tmp_path):
