@@ -1,0 +1,88 @@
+"""Tree verification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import cuda_library as lib
+from ..op_inputs import History, Projections, Trees
+from .call import Call, call_reference, find_copies, prepare
+from .fields import set_history, set_state, set_tree
+from .rules import DTYPES, history_reason, reason_for_reference, verify_reason
+
+
+def tree_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    history_u: Tensor | None = None,
+    history_k: Tensor | None = None,
+    history_g: Tensor | None = None,
+    history_len: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.tree_verify` by one launch."""
+    projections = (q, k, v, a, b, A_log, dt_bias)
+    rest = (slot, parents, num_nodes, history_u, history_k, history_g, history_len)
+    tensors: tuple[Tensor | None, ...] = (*projections, state, *rest)
+    call, tensors = prepare("tree_verify", tensors, _setup_verify)
+    if call.reason is not None:
+        result: tuple[Tensor, Tensor, Tensor] = call_reference("tree_verify", call, tensors)
+        return result
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    u = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    g = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)
+    call.launch((*tensors, out, u, g))
+    return out, u, g
+
+
+def _setup_verify(call: Call, *tensors: Any) -> None:
+    q, k, v, a, b, A_log, dt_bias, state, slot, parents, num_nodes, *histories = tensors
+    inputs, trees = Projections(*tensors[:7]), Trees(slot, parents, num_nodes)
+    history = History.from_optional("tree_verify", *histories)
+    inputs.check("tree_verify", "batch, N", state)
+    trees.check("tree_verify", (q.shape[0], q.shape[1]), state.device)
+    if history is not None:
+        history.check("tree_verify", state, q.shape[2])
+    call.reason = (
+        reason_for_reference(
+            state=state,
+            inputs=(q, k, v),
+            gates=(a, b),
+            float32=(A_log, dt_bias, *histories[:3]),
+            nodes=parents.shape[1],
+        )
+        or (None if history is None else history_reason((history.u, history.k, history.g)))
+        or verify_reason(q, state, parents.shape[1], history)
+    )
+    if call.reason is not None:
+        return
+    call.copies = find_copies(tensors, whole=(5, 6, 8, 9, 10, 14), rows=(0, 1, 2, 3, 4))
+    params = call.params
+    set_tree(params.tree, parents, state.shape[0])
+    set_state(params.state, state, q.shape[2])
+    if history is not None:
+        set_history(params.history, history.u, history.k, history.g)
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", None), ("u", None)):
+        strides = v.new_empty(v.shape, device="meta").stride() if x is None else x.stride()
+        getattr(params, f"{name}_stride")[:] = strides[:3]
+    params.a_stride[:] = a.stride()[:2]
+    params.b_stride[:] = b.stride()[:2]
+    params.g_stride[:] = v.shape[1] * v.shape[2], v.shape[2]
+    params.dtype, params.gate_dtype = DTYPES[q.dtype], DTYPES[a.dtype]
+    params.u_dtype = lib.FLOAT32
+    call.address(params, "q", "k", "v", "a", "b", "A_log", "dt_bias")
+    call.address(params.state, "data")
+    call.address(params.tree, "slot", "parents", "num_nodes")
+    call.address(params.history, "u", "k", "g", "length")
+    call.address(params, "out", "u", "g")
