@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trtllm_treewy import doctor
+from trtllm_treewy import cuda_library, doctor
 
 NAMES = [
     "Python",
@@ -37,7 +37,7 @@ def nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.os, "access", lambda *args: False)
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv(doctor.LIBRARY_VARIABLE, str(tmp_path / "none.so"))
+    monkeypatch.setenv(cuda_library.LIBRARY_VARIABLE, str(tmp_path / "none.so"))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_an_error_without_text_is_told_by_its_type(monkeypatch):
 
 def test_nothing_heavy_is_imported():
     code = (
-        "import sys; from trtllm_treewy import doctor; doctor.collect();"
+        "import sys; from trtllm_treewy import cuda_library, doctor; doctor.collect();"
         "print([m for m in ('transformers', 'tensorrt', 'tensorrt_llm', 'tritonclient')"
         " if m in sys.modules])"
     )
@@ -205,20 +205,20 @@ def test_triton(installed, monkeypatch, tmp_path):
 
 
 def test_plugin_library_from_the_environment(monkeypatch, tmp_path):
-    library = tmp_path / doctor.LIBRARY_NAME
-    monkeypatch.setenv(doctor.LIBRARY_VARIABLE, str(library))
+    library = tmp_path / cuda_library.LIBRARY_NAME
+    monkeypatch.setenv(cuda_library.LIBRARY_VARIABLE, str(library))
     assert not check("plugin library")["found"]
     library.write_bytes(b"")
     for named in (library, tmp_path):  # the file, or the folder it is in
-        monkeypatch.setenv(doctor.LIBRARY_VARIABLE, str(named))
+        monkeypatch.setenv(cuda_library.LIBRARY_VARIABLE, str(named))
         assert check("plugin library")["found"]
         assert check("plugin library")["detail"] == str(library)
 
 
 def test_plugin_library_in_the_usual_places(monkeypatch):
-    monkeypatch.delenv(doctor.LIBRARY_VARIABLE, raising=False)
-    assert all(path.name == doctor.LIBRARY_NAME for path in doctor.library_candidates())
+    monkeypatch.delenv(cuda_library.LIBRARY_VARIABLE, raising=False)
+    assert all(path.name == cuda_library.LIBRARY_NAME for path in cuda_library.library_candidates())
     assert (
-        doctor.LIBRARY_VARIABLE in check("plugin library")["meaning"]
+        cuda_library.LIBRARY_VARIABLE in check("plugin library")["meaning"]
         or check("plugin library")["found"]
     )

@@ -348,27 +348,34 @@ class CudaLibrary:
         raise kind(f"treewy::{self.last_error()}")
 
 
-def find_library() -> Path | None:
-    """The library's file, or None where there is none.
+def library_candidates() -> list[Path]:
+    """Where the library is looked for, in order.
 
-    Looked for in the environment variable TREEWY_LIBRARY (a file; "none" says to do without), in
-    `build/` of the checkout and beside this module.
+    What the environment variable TREEWY_LIBRARY names (the file or its folder; "none" says to do
+    without), else `build/` of the checkout and the folder of this module.
+    """
+    named = os.environ.get(LIBRARY_VARIABLE, "")
+    if named.lower() == "none":
+        return []
+    if named:
+        path = Path(named)
+        return [path / LIBRARY_NAME if path.is_dir() else path]
+    package = Path(__file__).resolve().parent
+    return [package.parent / "build" / LIBRARY_NAME, package / LIBRARY_NAME]
+
+
+def find_library() -> Path | None:
+    """The library's file, or None where there is none; see `library_candidates`.
 
     Raises:
         FileNotFoundError: TREEWY_LIBRARY names a file that is not there.
     """
-    named = os.environ.get(LIBRARY_VARIABLE, "")
-    if named.lower() == "none":
-        return None
-    if named:
-        path = Path(named)
-        if not path.is_file():
-            raise FileNotFoundError(f"{LIBRARY_VARIABLE} names {named}, which is not a file")
-        return path
-    package = Path(__file__).resolve().parent
-    for path in (package.parent / "build" / LIBRARY_NAME, package / LIBRARY_NAME):
+    candidates = library_candidates()
+    for path in candidates:
         if path.is_file():
             return path
+    if os.environ.get(LIBRARY_VARIABLE) and candidates:
+        raise FileNotFoundError(f"{LIBRARY_VARIABLE} names {candidates[0]}, which is not a file")
     return None
 
 

@@ -18,8 +18,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, TypedDict
 
-LIBRARY_NAME = "libtreewy.so"
-LIBRARY_VARIABLE = "TREEWY_LIBRARY"
+from .cuda_library import LIBRARY_VARIABLE, library_candidates
+
 _TIMEOUT_S = 10.0
 
 
@@ -235,7 +235,8 @@ def _triton_server() -> Check:
 def _plugin_library() -> Check:
     looked = library_candidates()
     present = [path for path in looked if path.is_file()]
-    detail = str(present[0]) if present else f"looked for {', '.join(map(str, looked))}"
+    detail = f"looked for {', '.join(map(str, looked))}" if looked else "switched off"
+    detail = str(present[0]) if present else detail
     return _check(
         "plugin library",
         bool(present),
@@ -243,15 +244,6 @@ def _plugin_library() -> Check:
         "the CUDA kernels serve the operators on a GPU",
         f"reference operators in torch serve; {LIBRARY_VARIABLE} names a library elsewhere",
     )
-
-
-def library_candidates() -> list[Path]:
-    """Where the plugin library is looked for: what the environment names, else two usual places."""
-    if named := os.environ.get(LIBRARY_VARIABLE):
-        path = Path(named)
-        return [path / LIBRARY_NAME if path.is_dir() else path]
-    package = Path(__file__).resolve().parent
-    return [package / "lib" / LIBRARY_NAME, package.parent / "build" / LIBRARY_NAME]
 
 
 def _transformers() -> Check:
