@@ -38,7 +38,7 @@ class Acceptance:
 def greedy_accept(
     tree: TreeBatch, target_ids: Tensor, *, max_path: int | None = None
 ) -> Acceptance:
-    """Accept the longest path whose every token is the target's choice after its parent.
+    """Accepts the longest path whose every token is the target's choice after its parent.
 
     A node matches where `token_ids[t] == target_ids[parent(t)]`; the root always does. The
     deepest node all of whose ancestors match is accepted, the lowest index where several are as

@@ -70,7 +70,7 @@ def build_engine(
     executor = TorchExecutor(
         load(),
         limits,
-        state_dtype=_torch_dtype(cache.state_dtype),
+        state_dtype=getattr(torch, cache.state_dtype),
         kv_dtype=_kv_dtype(cache, dtype),
         state_commit=speculation.state_commit,
         deferred_history=_history(speculation),
@@ -167,7 +167,7 @@ def plan_memory(
         limits,
         device=meta,
         activation_dtype=dtype,
-        state_dtype=_torch_dtype(cache.state_dtype),
+        state_dtype=getattr(torch, cache.state_dtype),
         commit=speculation.state_commit,
         history=_history(speculation),
     )
@@ -271,9 +271,5 @@ def _history(speculation: MTPDecodingConfig) -> int | None:
     return max(speculation.deferred_history, speculation.max_depth + 1)
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
 def _kv_dtype(cache: KvCacheConfig, dtype: torch.dtype) -> torch.dtype:
-    return dtype if cache.dtype == "auto" else _torch_dtype(cache.dtype)
+    return dtype if cache.dtype == "auto" else getattr(torch, cache.dtype)

@@ -106,7 +106,7 @@ class MtpCache:
         for slot, context, length in zip(slots, contexts, lengths, strict=True):
             self._length[slot] = context + length
         token_ids = [token for some in pairs for token in some.token_ids]
-        batch = prefill_batch(token_ids, lengths, slots, contexts, self._executor.device)
+        batch = PrefillBatch.pack(token_ids, lengths, slots, contexts, self._executor.device)
         output = self._executor.draft_extend(batch, torch.cat([some.hidden for some in pairs]))
         return output.logits, output.hidden
 
@@ -123,25 +123,6 @@ class _Pairs:
 
     def part(self, start: int, stop: int | None) -> _Pairs:
         return _Pairs(self.token_ids[start:stop], self.hidden[start:stop])
-
-
-def prefill_batch(
-    token_ids: Sequence[int],
-    lengths: Sequence[int],
-    slots: Sequence[int],
-    contexts: Sequence[int],
-    device: torch.device,
-) -> PrefillBatch:
-    """Packs sequences given as Python ints."""
-    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return PrefillBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        cu_seqlens=starts.to(device),
-        slot=torch.tensor(slots, dtype=torch.int32, device=device),
-        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
-        seq_lens_host=tuple(lengths),
-        context_lens_host=tuple(contexts),
-    )
 
 
 class DraftPass:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trtllm_treewy.batch import PrefillBatch
 from trtllm_treewy.draft_tree import DraftTree, fit_to_budget, to_tree_batch
 
 from .acceptance import Acceptance, greedy_accept
-from .drafter import Drafter, DraftRoot, prefill_batch
+from .drafter import Drafter, DraftRoot
 from .executor import Executor, StepOutput
 from .request import Request
 from .scheduler import PrefillChunk, Scheduler
@@ -115,7 +116,7 @@ class Engine:
             chunk.request.prompt_token_ids[chunk.start : chunk.start + chunk.length]
             for chunk in chunks
         ]
-        batch = prefill_batch(
+        batch = PrefillBatch.pack(
             [token for span in spans for token in span],
             [chunk.length for chunk in chunks],
             [_slot(chunk.request) for chunk in chunks],

@@ -8,13 +8,13 @@ import pytest
 import torch
 from checkpoints import hf_config, write_checkpoint
 
+from trtllm_treewy.batch import PrefillBatch
 from trtllm_treewy.draft_tree import TreeTopology
 from trtllm_treewy.export.checkpoint import load_model
 from trtllm_treewy.runtime.drafter import (
     DraftRoot,
     MtpDynamicDrafter,
     MtpStaticDrafter,
-    prefill_batch,
 )
 from trtllm_treewy.runtime.executor import ExecutorLimits
 from trtllm_treewy.runtime.executor_torch import TorchExecutor
@@ -60,7 +60,7 @@ def naive(executor, tokens, hidden, path):
     for count in range(len(path) + 1):
         assert executor.try_allocate(spare, 64)
         entries = [*tokens, *path[:count]]
-        batch = prefill_batch(entries, [len(entries)], [spare], [0], executor.device)
+        batch = PrefillBatch.pack(entries, [len(entries)], [spare], [0], executor.device)
         output = executor.draft_extend(batch, hidden)
         executor.free(spare)
         hidden = torch.cat([hidden, output.hidden])
@@ -186,7 +186,7 @@ def test_more_verified_tokens_than_wait_at_once(pieces, tmp_path):
         start += length
     (tree,) = drafter.propose([DraftRoot(2, tokens[-1], len(tokens))])
     assert executor.try_allocate(1, 800)
-    batch = prefill_batch(tokens, [len(tokens)], [1], [0], executor.device)
+    batch = PrefillBatch.pack(tokens, [len(tokens)], [1], [0], executor.device)
     output = executor.draft_extend(batch, hidden)
     expected = torch.log_softmax(output.logits[0], -1).topk(2)
     assert list(tree.token_ids[1:3]) == expected.indices.tolist()

@@ -53,15 +53,8 @@ def random_kv(*lead: int):
 
 
 def prefill_batch(slots, contexts, lengths) -> PrefillBatch:
-    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return PrefillBatch(
-        torch.zeros(sum(lengths), dtype=torch.int64),
-        bounds,
-        torch.tensor(slots, dtype=torch.int32),
-        torch.tensor(contexts, dtype=torch.int32),
-        tuple(lengths),
-        tuple(contexts),
-    )
+    tokens = [0] * sum(lengths)
+    return PrefillBatch.pack(tokens, lengths, slots, contexts, torch.device("cpu"))
 
 
 def tree_batch(parents, slots, contexts, **padding) -> TreeBatch:

@@ -10,9 +10,9 @@ from checkpoints import hf_config, write_checkpoint
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
 from trtllm_treewy import LLM, SamplingParams
+from trtllm_treewy.batch import PrefillBatch
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.export.checkpoint import load_model
-from trtllm_treewy.runtime.drafter import prefill_batch
 from trtllm_treewy.runtime.executor import ExecutorLimits
 from trtllm_treewy.runtime.executor_torch import TorchExecutor
 
@@ -58,7 +58,7 @@ def test_logits_and_greedy_tokens(case, tmp_path):
         expected = reference(torch.tensor([prompt])).logits[0]
     executor = executor_of(tmp_path)
     assert executor.try_allocate(1, 64)
-    output = executor.prefill(prefill_batch(prompt, [37], [1], [0], executor.device))
+    output = executor.prefill(PrefillBatch.pack(prompt, [37], [1], [0], executor.device))
     with torch.inference_mode():
         logits = executor.model.logits(output.hidden)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
@@ -91,7 +91,7 @@ def test_long_prompt(max_num_tokens, tmp_path):
     hidden = []
     for start in range(0, 333, max_num_tokens):
         piece = prompt[start : start + max_num_tokens]
-        batch = prefill_batch(piece, [len(piece)], [2], [start], executor.device)
+        batch = PrefillBatch.pack(piece, [len(piece)], [2], [start], executor.device)
         hidden.append(executor.prefill(batch).hidden)
     with torch.inference_mode():
         logits = executor.model.logits(torch.cat(hidden))
@@ -132,6 +132,6 @@ def test_mtp_module(tmp_path):
         expected = normed(layer(x[None], rotary, attention_mask=causal)[0], mtp.norm)
 
     assert executor.try_allocate(2, 64)
-    batch = prefill_batch(tokens.tolist(), [length], [2], [0], executor.device)
+    batch = PrefillBatch.pack(tokens.tolist(), [length], [2], [0], executor.device)
     output = executor.draft_extend(batch, hidden)
     torch.testing.assert_close(output.hidden[0], expected[-1], atol=1e-4, rtol=0)

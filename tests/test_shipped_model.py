@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from trtllm_treewy import LLM, SamplingParams
+from trtllm_treewy.batch import PrefillBatch
 from trtllm_treewy.config import ModelConfig
 
 
@@ -77,10 +78,8 @@ def reference_ids(directory, prompt):
 
 
 def prompt_logits(executor, ids):
-    from trtllm_treewy.runtime.drafter import prefill_batch
-
     assert executor.try_allocate(0, len(ids))
-    output = executor.prefill(prefill_batch(ids, [len(ids)], [0], [0], executor.device))
+    output = executor.prefill(PrefillBatch.pack(ids, [len(ids)], [0], [0], executor.device))
     with torch.inference_mode():
         logits = executor.model.logits(output.hidden)
     executor.free(0)

@@ -9,8 +9,9 @@ import torch
 from checkpoints import hf_config, write_checkpoint
 
 from trtllm_treewy import LLM, SamplingParams
+from trtllm_treewy.batch import PrefillBatch
 from trtllm_treewy.draft_tree import DraftTree
-from trtllm_treewy.runtime.drafter import DraftRoot, prefill_batch
+from trtllm_treewy.runtime.drafter import DraftRoot
 
 LENGTHS = [1, 2, 5, 11, 30, 70]
 TREES = {
@@ -167,7 +168,7 @@ def test_what_the_drafter_is_told(checkpoint, prompts, plain):
             assert match, "the drafter was told other tokens than those of the text"
             key = max(match, key=len)
             assert executor.try_allocate(0, len(text))
-            batch = prefill_batch(text, [len(text)], [0], [0], executor.device)
+            batch = PrefillBatch.pack(text, [len(text)], [0], [0], executor.device)
             expected = executor.prefill(batch).hidden[: len(key)]
             executor.free(0)
             hidden = torch.cat([states for _, states in told[key]])
@@ -274,6 +275,6 @@ def test_state_after_speculation_is_the_state_of_the_text(checkpoint, prompts, p
         other = next(s for s in range(3) if s != request.slot)
         stream.abort()
         assert executor.try_allocate(other, len(tokens))
-        executor.prefill(prefill_batch(tokens, [len(tokens)], [other], [0], executor.device))
+        executor.prefill(PrefillBatch.pack(tokens, [len(tokens)], [other], [0], executor.device))
         torch.testing.assert_close(state, executor.state.state[:, other], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(conv, executor.state.conv_state[:, other], atol=1e-4, rtol=1e-4)

@@ -160,16 +160,8 @@ def tree_batch(parents, slots, **padding) -> TreeBatch:
 
 
 def prefill_batch(slots, lengths) -> PrefillBatch:
-    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    zeros = torch.zeros(len(slots), dtype=torch.int32)
-    return PrefillBatch(
-        torch.zeros(sum(lengths), dtype=torch.int64),
-        bounds,
-        torch.tensor(slots, dtype=torch.int32),
-        zeros,
-        tuple(lengths),
-        (0,) * len(slots),
-    )
+    tokens, contexts = [0] * sum(lengths), [0] * len(slots)
+    return PrefillBatch.pack(tokens, lengths, slots, contexts, torch.device("cpu"))
 
 
 def int32(values) -> torch.Tensor:

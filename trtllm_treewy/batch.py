@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,6 +30,26 @@ class PrefillBatch:
     context_lens: Tensor
     seq_lens_host: tuple[int, ...]
     context_lens_host: tuple[int, ...]
+
+    @classmethod
+    def pack(
+        cls,
+        token_ids: Sequence[int],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        contexts: Sequence[int],
+        device: torch.device,
+    ) -> PrefillBatch:
+        """The batch of sequences given as Python ints, their tokens one after the other."""
+        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(
+            token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+            cu_seqlens=starts.to(device),
+            slot=torch.tensor(slots, dtype=torch.int32, device=device),
+            context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+            seq_lens_host=tuple(lengths),
+            context_lens_host=tuple(contexts),
+        )
 
     @cached_property
     def positions(self) -> Tensor:

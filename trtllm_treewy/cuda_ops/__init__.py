@@ -45,7 +45,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def register() -> bool:
-    """Add the kernels to the operators, if the library's file is there; called by `ops`.
+    """Adds the kernels to the operators, if the library's file is there; called by `ops`.
 
     The library is loaded by the first call on a GPU, which says so if it is not usable.
 

@@ -53,7 +53,7 @@ class Call:
         self._errors = view
 
     def launch(self, tensors: Sequence[Tensor | None]) -> None:
-        """Launch on the current stream, the tensors in the order that `address` was given."""
+        """Launches on the current stream, the tensors in the order that `address` was given."""
         for (view, name), x in zip(self._places, tensors, strict=True):
             setattr(view, name, None if x is None else x.data_ptr())
         if self._errors is not None:
