@@ -1,7 +1,7 @@
 """Acceptance of a verified draft tree: which path of it the target model would have produced.
 
-On the device, without loops over the batch and without synchronising, so that the host never
-walks a tree between two steps.
+`torch.ops.treewy.greedy_accept` does it, by one launch where there is a kernel: no step waits for
+the host between verification and commit.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trtllm_treewy import ops as ops  # registers torch.ops.treewy
 from trtllm_treewy.batch import TreeBatch
-from trtllm_treewy.topology import valid_nodes
 
 
 @dataclass(frozen=True)
@@ -50,38 +50,15 @@ def greedy_accept(
         max_path: columns of `path`, N where not given (tree depth + 1 is enough); also the
             longest path accepted.
     """
-    batch, n = tree.parents.shape
-    if target_ids.shape != (batch, n):
+    if target_ids.shape != tree.parents.shape:
         raise ValueError(
-            f"target_ids must be [batch, nodes] = [{batch}, {n}], got {list(target_ids.shape)}"
+            f"target_ids must be [batch, nodes] = {list(tree.parents.shape)}, got "
+            f"{list(target_ids.shape)}"
         )
-    columns = n if max_path is None else max_path
-    if columns < 1:
+    if max_path is not None and max_path < 1:
         raise ValueError(f"max_path must be >= 1 (the root is accepted), got {max_path}")
-    index = torch.arange(n, device=tree.parents.device)
-    choice = target_ids.gather(1, tree.parents.long().clamp(min=0))
-    match = (tree.token_ids == choice) | (index == 0)
-    usable = valid_nodes(tree.parents, tree.num_nodes) & (tree.slot >= 0)[:, None]
-    ok = (match[:, None] | ~tree.ancestors).all(-1) & usable & (tree.depth < columns)
-
-    # Deepest first, then the lowest index; the ranks of a row are distinct.
-    rank = torch.where(ok, tree.depth.long() * n + (n - 1 - index), -1)
-    best = rank.argmax(1, keepdim=True)
-    moves = ok.any(1)
-    accepted = torch.where(moves, best[:, 0], -1)
-    on_path = tree.ancestors.gather(1, best[:, :, None].expand(-1, 1, n))[:, 0] & moves[:, None]
     return Acceptance(
-        accepted=accepted.to(torch.int32),
-        num_accepted=on_path.sum(1).to(torch.int32),
-        path=_by_depth(on_path, tree.depth, columns),
-        bonus_ids=torch.where(moves, target_ids.gather(1, best)[:, 0], -1),
+        *torch.ops.treewy.greedy_accept(
+            tree.token_ids, target_ids, tree.slot, tree.parents, tree.num_nodes, max_path
+        )
     )
-
-
-def _by_depth(on_path: Tensor, depth: Tensor, columns: int) -> Tensor:
-    """Nodes of one path a row, placed by depth: int64 [batch, columns], -1 beyond the path."""
-    batch, n = on_path.shape
-    column = torch.where(on_path, depth.long(), columns)
-    path = torch.full((batch, columns + 1), -1, dtype=torch.int64, device=on_path.device)
-    index = torch.arange(n, device=on_path.device).expand(batch, n)
-    return path.scatter_(1, column, index)[:, :columns]

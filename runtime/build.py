@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
@@ -16,6 +17,7 @@ from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.llmapi import KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.model import Qwen3_5ForCausalLM
 
+from .commit_policy import choose_stash
 from .drafter import Drafter, MtpDynamicDrafter, MtpStaticDrafter, NullDrafter
 from .engine import Engine
 from .executor import Executor, ExecutorLimits
@@ -26,6 +28,13 @@ DEFAULT_MEMORY_FRACTION = 0.9
 # Host-side tables have a row for each slot.
 MAX_BATCH_SIZE = 1 << 16
 MIB, GIB = 1 << 20, 1 << 30
+
+
+class StashOptions(TypedDict):
+    """What commits work from: see `commit_policy.make_policy`."""
+
+    stash: str
+    stash_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,8 @@ def build_engine(
     """
     check_speculation(speculation, config)
     limits = plan_limits(config, speculation, cache, max_batch_size, max_seq_len, max_num_tokens)
-    plan = plan_memory(config, limits, speculation, cache, dtype)
+    stash = _stash_options(speculation, cache)
+    plan = plan_memory(config, limits, speculation, cache, dtype, stash)
     limits = fit_to_memory(limits, plan, cache, device)
     executor = TorchExecutor(
         load(),
@@ -74,6 +84,7 @@ def build_engine(
         kv_dtype=_kv_dtype(cache, dtype),
         state_commit=speculation.state_commit,
         deferred_history=_history(speculation),
+        **stash,
     )
     engine = Engine(executor, make_drafter(executor, speculation), max_num_tokens)
     return engine, plan.report
@@ -159,6 +170,7 @@ def plan_memory(
     speculation: MTPDecodingConfig,
     cache: KvCacheConfig,
     dtype: torch.dtype,
+    stash: StashOptions,
 ) -> AllocationPlan:
     """Exact sizes of everything that will be allocated, from pools on the meta device."""
     meta = torch.device("meta")
@@ -170,6 +182,7 @@ def plan_memory(
         state_dtype=getattr(torch, cache.state_dtype),
         commit=speculation.state_commit,
         history=_history(speculation),
+        **stash,
     )
     one_block = replace(limits, num_blocks=1)
     kv_cache = make_kv_cache(config, one_block, device=meta, dtype=_kv_dtype(cache, dtype))
@@ -269,6 +282,20 @@ def _history(speculation: MTPDecodingConfig) -> int | None:
     if speculation.state_commit != "deferred":
         return None
     return max(speculation.deferred_history, speculation.max_depth + 1)
+
+
+def _stash_options(
+    speculation: MTPDecodingConfig, cache: KvCacheConfig
+) -> StashOptions:
+    """What commits work from, decided once, before anything is allocated."""
+    state_dtype = getattr(torch, cache.state_dtype)
+    stash_dtype = getattr(torch, speculation.stash_dtype)
+    if stash_dtype == torch.bfloat16 and state_dtype != torch.bfloat16:
+        raise ValueError(
+            "speculative_config.stash_dtype='bfloat16' needs a bfloat16 state "
+            f"(kv_cache_config.mamba_ssm_cache_dtype), which is {cache.state_dtype}"
+        )
+    return {"stash": choose_stash(speculation.stash), "stash_dtype": stash_dtype}
 
 
 def _kv_dtype(cache: KvCacheConfig, dtype: torch.dtype) -> torch.dtype:

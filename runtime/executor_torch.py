@@ -10,6 +10,7 @@ from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.model import AttentionStep, Qwen3_5ForCausalLM
 
 from .acceptance import Acceptance
+from .commit_policy import PSEUDO_VALUES
 from .executor import ExecutorLimits, StepOutput
 from .kv_cache import KvCache
 from .state_manager import StateManager
@@ -24,6 +25,8 @@ def make_state_manager(
     state_dtype: torch.dtype,
     commit: str,
     history: int | None,
+    stash: str,
+    stash_dtype: torch.dtype | None,
 ) -> StateManager:
     """State pools and stash for `limits`."""
     return StateManager(
@@ -36,6 +39,8 @@ def make_state_manager(
         device=device,
         commit=commit,
         history_capacity=history,
+        stash=stash,
+        stash_dtype=stash_dtype,
     )
 
 
@@ -78,6 +83,8 @@ class TorchExecutor:
         kv_dtype: torch.dtype | None = None,
         state_commit: str = "reconstruct",
         deferred_history: int | None = None,
+        stash: str = PSEUDO_VALUES,
+        stash_dtype: torch.dtype | None = None,
     ) -> None:
         weight = model.model.embed_tokens.weight
         self.model = model.eval()
@@ -91,6 +98,8 @@ class TorchExecutor:
             state_dtype=state_dtype,
             commit=state_commit,
             history=deferred_history,
+            stash=stash,
+            stash_dtype=stash_dtype,
         )
         self.kv_cache = make_kv_cache(
             model.config, limits, device=self.device, dtype=kv_dtype or weight.dtype

@@ -16,7 +16,14 @@ from torch import Tensor
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
 from trtllm_treewy.config import ModelConfig
 
-from .commit_policy import CommitPolicy, GdnInputs, StateShape, make_policy
+from .commit_policy import (
+    PSEUDO_VALUES,
+    CommitPolicy,
+    GdnInputs,
+    LayerStack,
+    StateShape,
+    make_policy,
+)
 
 
 class StateManager:
@@ -32,6 +39,7 @@ class StateManager:
         device: where the pools live.
         commit: `reconstruct`, `deferred` or `snapshot` (see `commit_policy`).
         history_capacity: tokens a slot's history holds (deferred only; 16 where not given).
+        stash, stash_dtype: what commits work from (see `commit_policy.make_policy`).
 
     Attributes:
         state: [layers, slots, HV, V, K].
@@ -51,6 +59,8 @@ class StateManager:
         device: torch.device | str,
         commit: str = "reconstruct",
         history_capacity: int | None = None,
+        stash: str = PSEUDO_VALUES,
+        stash_dtype: torch.dtype | None = None,
     ) -> None:
         sizes = {"num_slots": num_slots, "max_batch_size": max_batch_size, "max_nodes": max_nodes}
         for name, value in sizes.items():
@@ -67,6 +77,7 @@ class StateManager:
             max_batch=max_batch_size,
             max_nodes=max_nodes,
             state_dtype=state_dtype,
+            activation_dtype=activation_dtype,
             device=torch.device(device),
         )
         self.shape = shape
@@ -76,7 +87,15 @@ class StateManager:
         self.conv_state = shape.per_slot(
             config.linear_conv_kernel_dim - 1, config.conv_dim, dtype=activation_dtype
         )
-        self.policy: CommitPolicy = make_policy(commit, shape, self.state, history_capacity)
+        self.policy: CommitPolicy = make_policy(
+            commit,
+            shape,
+            self.state,
+            history_capacity=history_capacity,
+            stash=stash,
+            stash_dtype=stash_dtype,
+        )
+        self._conv_weights = LayerStack()
         self._conv_inputs = shape.per_node(config.conv_dim, dtype=activation_dtype)
         self._used: set[int] = set()
         self._pending: TreeGdnStep | None = None
@@ -166,8 +185,7 @@ class StateManager:
             )
         step.check_complete()
         accepted = accepted.to(torch.int32)
-        keys = step.keys() if self.policy.needs_keys else None
-        self.policy.commit(tree, accepted, keys)
+        self.policy.commit(tree, accepted, step)
         torch.ops.treewy.conv_commit(
             self.conv_state,
             tree.slot,
@@ -283,6 +301,15 @@ class TreeGdnStep:
         """The stashed raw conv inputs of this tree [layers, B, N, conv_dim]."""
         batch, nodes = self.tree.parents.shape
         return self._manager._conv_inputs[:, :batch, :nodes]
+
+    @property
+    def conv_state(self) -> Tensor:
+        """The windows before this tree, as long as it is pending."""
+        return self._manager.conv_state
+
+    def conv_weights(self) -> Tensor:
+        """Weights of all layers, which have been through `conv` [layers, conv_dim, kernel]."""
+        return self._manager._conv_weights.of([w for w in self._weights if w is not None])
 
     def conv(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """`x` [B, N, conv_dim], `weight` [conv_dim, kernel]; returns [B, N, conv_dim]."""

@@ -6,8 +6,10 @@ the result is beyond the tolerance or a bit changed that had to stay. Reference 
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from gdn_cases import (
     Dims,
@@ -23,9 +25,11 @@ from gdn_cases import (
     same_bits,
 )
 
-from trtllm_treewy import cuda_ops, reference
+from trtllm_treewy import cuda_library, cuda_ops, reference
 from trtllm_treewy import ops as ops  # registers torch.ops.treewy
 from trtllm_treewy.batch import TreeBatch
+from trtllm_treewy.cuda_ops.fields import set_stash, set_state, set_tree, set_weights
+from trtllm_treewy.cuda_ops.rules import DTYPES
 from trtllm_treewy.runtime import acceptance
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -121,10 +125,10 @@ class TreeCase:
         inputs = wide(*self.raw[layer].values(), self.state[layer])
         return treewy.tree_verify(*inputs, *self.trees, *wide(*history))
 
-    def stash(self):
+    def stash(self, u_dtype=F32):
         """u and g of all layers in float32, as a verify leaves them, and the raw keys."""
         results = [self.truth(layer) for layer in range(self.layers)]
-        u = torch.stack([r[1] for r in results]).float()
+        u = torch.stack([r[1] for r in results]).to(u_dtype)
         g = torch.stack([r[2] for r in results]).float()
         return u, torch.stack([raw["k"] for raw in self.raw]), g
 
@@ -171,6 +175,20 @@ def check_verify(machine, case, *, pad=None, history=(), name="verify"):
     padded |= (case.slot < 0)[:, None]
     for x in (out, u, g):
         assert not x.cpu()[padded].any(), "outputs of padding must be zero"
+
+
+def check_verify_stashes(machine, case):
+    """Pseudo-values in bfloat16, and none at all: the same outputs to the bit."""
+    raw = [machine.put(x) for x in case.raw[0].values()]
+    rest = [machine.put(x) for x in (case.state[0], *case.trees)]
+    out, u, g = machine.call("tree_verify", *raw, *rest)
+    none = (None, None, None, None)
+    again, rounded, decays = machine.call("tree_verify", *raw, *rest, *none, BF16)
+    alone = machine.call("tree_outputs", *raw, *rest)
+    assert same_bits(again.cpu(), out.cpu())
+    assert same_bits(alone.cpu(), out.cpu())
+    assert same_bits(decays.cpu(), g.cpu())
+    assert same_bits(rounded.cpu(), u.cpu().to(BF16))
 
 
 def check_no_worse_than_recurrence(machine, case):
@@ -236,9 +254,9 @@ def check_verify_poison(machine, case, poison):
 # ------------------------------------------------------------------ commits
 
 
-def check_commit(machine, case, *, pad=(1, 1, 1)):
+def check_commit(machine, case, *, pad=(1, 1, 1), u_dtype=F32):
     """States of the accepted nodes; free slots, padded and rejected rows keep their bits."""
-    u, k, g = case.stash()
+    u, k, g = case.stash(u_dtype)
     accepted = case.accepted.clone()
     accepted[-1] = -1
     free = [s for s in range(case.state.shape[1]) if s not in case.live_slots]
@@ -259,6 +277,215 @@ def check_commit(machine, case, *, pad=(1, 1, 1)):
     if moved:
         kind = f"commit {str(k.dtype)[6:]}/{str(state.dtype)[6:]}"
         machine.close(kind, state.cpu()[:, moved], truth[:, moved])
+
+
+def check_commit_tiles(machine, case, library):
+    """Every tile and number of items gives the same bits, in place of AUTO's."""
+    u, k, g = (machine.put(x) for x in case.stash())
+    tree = [machine.put(x) for x in (*case.trees, case.accepted)]
+    states = []
+    for tile in range(4):
+        for items in (0, 1, 3):
+            state = machine.put(case.state)
+            params = cuda_library.CommitParams(tile=tile, items=items)
+            set_tree(params.tree, case.parents, state.shape[1])
+            set_state(params.state, state, k.shape[3])
+            set_stash(params.stash, u, k, g)
+            params.state.data = state.data_ptr()
+            for name, x in zip(("slot", "parents", "num_nodes"), tree, strict=False):
+                setattr(params.tree, name, x.data_ptr())
+            for name, x in zip("ukg", (u, k, g), strict=True):
+                setattr(params.stash, name, x.data_ptr())
+            params.accepted = tree[3].data_ptr()
+            launch(library, "treewy_commit", params)
+            states.append(state.cpu())
+    assert all(same_bits(state, states[0]) for state in states)
+    assert not same_bits(states[0], case.state)
+    params.tile = 4
+    with pytest.raises(ValueError, match=r"commit: tile must be in \[0, 3\], got 4"):
+        launch(library, "treewy_commit", params)
+
+
+def launch(library, name, params):
+    """A launcher on the current stream; waits for it."""
+    stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else None
+    library.check(library.launchers[name](ctypes.addressof(params), stream))
+    if stream is not None:
+        torch.cuda.synchronize()
+
+
+class InputsCase(TreeCase):
+    """Trees whose q, k and v are the conv of raw inputs `x`, and all layers' parameters."""
+
+    def __init__(self, seed, dims, nodes, *, dtype=F32, width=4, bias=False, **options):
+        super().__init__(seed, dims, nodes, dtype=dtype, **options)
+        gen, channels, slots = self.gen, dims.conv_dim, self.state.shape[1]
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=gen).to(dtype)
+
+        self.x = draw(self.layers, len(self.slot), nodes, channels)
+        self.windows = draw(self.layers, slots, width - 1, channels)
+        self.weight = draw(self.layers, channels, width)
+        self.bias = draw(self.layers, channels) if bias else None
+        self.a, self.b, self.A_log, self.dt_bias = (
+            torch.stack([raw[name] for raw in self.raw]) for name in ("a", "b", "A_log", "dt_bias")
+        )
+        for layer, raw in enumerate(self.raw):
+            of_layer = None if self.bias is None else self.bias[layer]
+            conv = (self.x[layer], self.windows[layer], *self.trees, self.weight[layer], of_layer)
+            y = treewy.tree_conv(*conv)
+            keys, values = dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim
+            q, k, v = y.split((keys, keys, values), -1)
+            raw["q"], raw["k"] = (x.unflatten(-1, (-1, dims.key_dim)) for x in (q, k))
+            raw["v"] = v.unflatten(-1, (-1, dims.value_dim))
+
+    @property
+    def layer_weights(self):
+        return self.weight, self.bias, self.A_log, self.dt_bias
+
+    def on_path(self, accepted):
+        """Bool [B, N]: nodes of the accepted paths."""
+        mask = torch.zeros(self.parents.shape, dtype=torch.bool)
+        for row, node in enumerate(accepted.tolist()):
+            mask[row, path_of(self.parents, row, node)] = True
+        return mask
+
+
+def run_inputs(machine, case, state, accepted, *, pad=(0, 1, 0), poison=None):
+    """The kernel on a state; poison goes wherever no accepted path is."""
+    x, a, b, windows = case.x, case.a, case.b, case.windows.clone()
+    if poison is not None:
+        on_path = case.on_path(accepted)[None, :, :, None]
+        x, a, b = (torch.where(on_path, t, poison) for t in (x, a, b))
+        free = [s for s in range(windows.shape[1]) if s not in case.live_slots]
+        windows[:, free] = poison
+    before = machine.put(windows)
+    machine.call(
+        "commit_inputs",
+        state,
+        before,
+        *(machine.put(t) for t in (*case.trees, accepted)),
+        *(spread(t, machine, pad=pad) for t in (x, a, b)),
+        *(None if t is None else machine.put(t) for t in case.layer_weights),
+    )
+    assert same_bits(before.cpu(), windows), "the windows are only read"
+
+
+def check_commit_inputs(machine, case, *, pad=(0, 1, 0)):
+    """The states that a commit of float64 pseudo-values gives, and every other bit as it was."""
+    accepted = case.accepted.clone()
+    accepted[-1] = -1
+    free = [s for s in range(case.state.shape[1]) if s not in case.live_slots]
+    case.state[:, free[:1]] = float("nan")
+    results = [case.truth(layer) for layer in range(case.layers)]
+    u, g = (torch.stack([r[i] for r in results]) for i in (1, 2))
+    keys = torch.stack([raw["k"] for raw in case.raw]).double()
+    truth = case.state.double()
+    treewy.commit(truth, *case.trees, accepted, u, keys, g)
+    state = machine.put(case.state)
+    run_inputs(machine, case, state, accepted, pad=pad, poison=float("nan"))
+    moved = [s for s, a in zip(case.slot.tolist(), accepted.tolist(), strict=True) if s >= 0 <= a]
+    still = [s for s in range(state.shape[1]) if s not in moved]
+    assert same_bits(state.cpu()[:, still], case.state[:, still])
+    if moved:
+        kind = f"commit_inputs {str(case.x.dtype)[6:]}/{str(state.dtype)[6:]}"
+        # The fast SiLU of 16 bits may round a few conv outputs to the neighbour.
+        tolerance = TOLERANCE[state.dtype] if case.x.dtype == F32 else TOLERANCE[BF16]
+        machine.close(kind, state.cpu()[:, moved], truth[:, moved], tolerance=tolerance)
+
+
+def check_inputs_conv_bits(machine, case):
+    """One node, S_0 = 0, alpha and beta 1: the state is v k^T of the very bits of tree_conv."""
+    case.state.zero_()
+    case.accepted.zero_()
+    case.a.fill_(-3e4)
+    case.b.fill_(3e4)
+    state = machine.put(case.state)
+    run_inputs(machine, case, state, case.accepted)
+    group = case.dims.value_heads // case.dims.key_heads
+    for layer in range(case.layers):
+        of_layer = None if case.bias is None else machine.put(case.bias[layer])
+        y = machine.call(
+            "tree_conv",
+            *(machine.put(t) for t in (case.x[layer], case.windows[layer], *case.trees)),
+            machine.put(case.weight[layer]),
+            of_layer,
+        ).cpu()
+        keys = case.dims.key_heads * case.dims.key_dim
+        _, k, v = y[:, 0].split((keys, keys, y.shape[-1] - 2 * keys), -1)
+        k = reference.l2norm(k.double().unflatten(-1, (-1, case.dims.key_dim)))
+        k = k.repeat_interleave(group, 1)
+        v = v.double().unflatten(-1, (-1, case.dims.value_dim))
+        wanted = v[..., None] * k[..., None, :]
+        rows = [row for row, s in enumerate(case.slot.tolist()) if s >= 0]
+        got = state.cpu()[layer, case.slot[rows].long()]
+        # One bit of a bfloat16 input is 4e-3: what float32 leaves shows that there is none.
+        machine.close("commit_inputs conv", got, wanted[rows], tolerance=1e-6)
+
+
+def check_inputs_tiles(machine, case, library):
+    """Every tile and number of items gives the states of AUTO, up to the order of sums."""
+    names = ("x", "conv_state", "a", "b", "A_log", "dt_bias", "accepted")
+    values = (case.x, case.windows, case.a, case.b, case.A_log, case.dt_bias, case.accepted)
+    given = {name: machine.put(x) for name, x in zip(names, values, strict=True)}
+    tree = dict(zip(("slot", "parents", "num_nodes"), map(machine.put, case.trees), strict=True))
+    weight, bias = machine.put(case.weight), None if case.bias is None else machine.put(case.bias)
+    states = []
+    for tile in range(5):
+        for items in (0, 1, 3):
+            state = machine.put(case.state)
+            params = cuda_library.CommitInputsParams(tile=tile, items=items)
+            set_tree(params.tree, case.parents, state.shape[1])
+            set_state(params.state, state, case.dims.key_heads)
+            set_weights(params.weights, weight)
+            params.state.data, params.weights.weight = state.data_ptr(), weight.data_ptr()
+            params.weight_stride = weight.stride(0)
+            if bias is not None:
+                params.weights.bias, params.bias_stride = bias.data_ptr(), bias.stride(0)
+            for name, x in given.items():
+                setattr(params, name, x.data_ptr())
+            for name, x in tree.items():
+                setattr(params.tree, name, x.data_ptr())
+            for name in ("x", "conv_state", "a", "b"):
+                getattr(params, f"{name}_stride")[:] = given[name].stride()[:3]
+            params.A_log_stride = params.dt_bias_stride = case.A_log.stride(0)
+            params.dtype, params.gate_dtype = DTYPES[case.x.dtype], DTYPES[case.a.dtype]
+            launch(library, "treewy_commit_inputs", params)
+            states.append(state.cpu())
+    for state in states[1:]:
+        machine.close("commit_inputs tiles", state, states[0].double())
+    assert not same_bits(states[0], case.state)
+
+
+def check_inputs_leave_rows_alone(machine, case):
+    """Rejected, padded, malformed and out-of-range rows keep every bit; the wrong ones count."""
+    batch, slots = len(case.slot), case.state.shape[1]
+    none = torch.full((batch,), -1, dtype=torch.int32)
+    wrong, bad_slot, bad_parents = none.clone(), case.slot.clone(), case.parents.clone()
+    wrong[0], wrong[1] = int(case.num_nodes[0]), -2
+    bad_slot[0], bad_slot[1] = slots, -5
+    bad_parents[0] = torch.arange(case.nodes).int() + 1
+    first = torch.where(torch.arange(batch) == 0, 0, -1).int()
+    two = torch.where(torch.arange(batch) < 2, case.accepted, -1).int()
+    good = case.trees
+    for trees, accepted, count in (
+        (good, none, 0),
+        ((none, *good[1:]), case.accepted, 0),
+        (good, wrong, 2),
+        ((bad_slot, *good[1:]), two, 2),
+        ((good[0], bad_parents, good[2]), first, 1),
+    ):
+        state = machine.put(case.state)
+        cuda_ops.error_count(machine.device, reset=True)
+        machine.call(
+            "commit_inputs",
+            state,
+            *(machine.put(t) for t in (case.windows, *trees, accepted, case.x, case.a, case.b)),
+            *(None if t is None else machine.put(t) for t in case.layer_weights),
+        )
+        assert same_bits(state.cpu(), case.state)
+        assert cuda_ops.error_count(machine.device, reset=True) == count
 
 
 def check_nothing_accepted(machine, case):
@@ -587,7 +814,7 @@ def check_greedy(machine, seed, nodes, *, max_path=None):
     tree = TreeBatch(token_ids, inside, num_nodes, slot, torch.zeros(batch).int(), 0)
     truth = acceptance.greedy_accept(tree, target_ids, max_path=max_path)
     args = (token_ids, target_ids, slot, parents, num_nodes)
-    got = cuda_ops.greedy_accept(*(machine.put(x) for x in args), max_path)
+    got = machine.call("greedy_accept", *(machine.put(x) for x in args), max_path)
     wanted = (truth.accepted, truth.num_accepted, truth.path, truth.bonus_ids)
     for mine, there in zip(got, wanted, strict=True):
         assert torch.equal(mine.cpu(), there)
@@ -604,7 +831,7 @@ class Decoder:
     dims: Dims
     batch: int
     nodes: int
-    policy: str  # reconstruct or deferred
+    policy: str  # reconstruct, deferred, or inputs (reconstruct from that stash)
     capacity: int = 8
     state_dtype: torch.dtype = F32
 
@@ -624,9 +851,36 @@ class Decoder:
             torch.zeros(slots, dtype=torch.int32),
         ]
         self.history = [self.machine.put(x) for x in self.history]
+        self.windows = self.machine.put(torch.zeros(1, slots, dims.width - 1, dims.conv_dim))
+        weight = torch.randn(dims.conv_dim, dims.width, generator=self.gen)
+        self.weight = self.machine.put(weight)
+
+    def step_from_inputs(self, accept):
+        """`step` with the stash of inputs: q, k and v come from a conv, and so do the commit's."""
+        gen, machine, dims = self.gen, self.machine, self.dims
+        parents, num_nodes = random_trees(gen, self.batch, self.nodes, full=True)
+        raw = projections(gen, dims, self.batch, self.nodes, dtype=F32)
+        x = machine.put(torch.randn(self.batch, self.nodes, dims.conv_dim, generator=gen))
+        accepted = accept(parents, num_nodes)
+        tree = [machine.put(t) for t in (self.slot, parents, num_nodes)]
+        y = machine.call("tree_conv", x, self.windows[0], *tree, self.weight, None)
+        keys, values = dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim
+        for name, part in zip("qkv", y.split((keys, keys, values), -1), strict=True):
+            raw[name] = part.unflatten(-1, raw[name].shape[-2:])
+        inputs = {name: machine.put(t) for name, t in raw.items()}
+        out = machine.call("tree_outputs", *inputs.values(), self.state[0], *tree)
+        goal = *tree, machine.put(accepted)
+        gates = (inputs["a"][None], inputs["b"][None])
+        layers = (self.weight[None], None, inputs["A_log"][None], inputs["dt_bias"][None])
+        machine.call("commit_inputs", self.state, self.windows, *goal, x[None], *gates, *layers)
+        machine.call("conv_commit", self.windows, *goal, x[None])
+        self._advance({name: t.cpu() for name, t in raw.items()}, parents, accepted)
+        return out
 
     def step(self, accept):
         """One tree; `accept` gives the accepted nodes from (parents, num_nodes)."""
+        if self.policy == "inputs":
+            return self.step_from_inputs(accept)
         gen, machine = self.gen, self.machine
         parents, num_nodes = random_trees(gen, self.batch, self.nodes, full=True)
         raw = projections(gen, self.dims, self.batch, self.nodes, dtype=F32)

@@ -111,7 +111,7 @@ def test_shared_memory_of_verify_is_what_the_kernel_takes(tmp_path, repository):
     for key_dim, nodes, entries, input_bytes, state_bytes in shapes:
         terms = 3 if 4 in (input_bytes, state_bytes) else 2
         values = f"{key_dim}, 64, {nodes}, {entries}, {input_bytes}, {state_bytes}, {terms}"
-        lines.append(f'std::printf("%d\\n", treewy::verify_layout({{{values}}}, 64).total);')
+        lines.append(f'std::printf("%d\\n", treewy::verify_layout({{{values}}}, 64, 1).total);')
     output = compile_and_run("\n".join([*lines, "}"]), tmp_path, repository, language="c++")
     assert [cuda_ops.verify_shared_bytes(*shape) for shape in shapes] == [
         int(line) for line in output.split()
@@ -182,7 +182,8 @@ def test_another_library_is_refused(tmp_path):
 
 def test_another_version_is_refused(tmp_path):
     path = shared_library(tmp_path, "int treewy_version(void) { return 999; }")
-    with pytest.raises(RuntimeError, match=r"version 999, expected 1: .* Run \./build\.sh"):
+    wanted = rf"version 999, expected {cuda_library.VERSION}: .* Run \./build\.sh"
+    with pytest.raises(RuntimeError, match=wanted):
         cuda_library.CudaLibrary(path)
 
 

@@ -84,6 +84,13 @@ def test_verify_equals_the_reference(host, nodes, types):
         suite.check_verify(host, case, history=history)
 
 
+def test_verify_with_either_stash_has_the_same_outputs(host):
+    for dtype in (BF16, F32):
+        for nodes in (5, 20):
+            case = TreeCase(nodes, DIMS[0], nodes, dtype=dtype, state_dtype=BF16, batch=2, pads=1)
+            suite.check_verify_stashes(host, case)
+
+
 def test_verify_of_the_largest_tree(host):
     case = TreeCase(1, DIMS[0], 128, shape="chain", batch=1, full=True)
     suite.check_verify(host, case)
@@ -112,6 +119,60 @@ def test_commit_moves_every_layer_to_the_accepted_node(host, nodes, types):
             shape=("random", "chain", "star")[index], layers=2, pads=index % 2,
         )  # fmt: skip
         suite.check_commit(host, case)
+
+
+def test_commit_of_bfloat16_pseudo_values(host):
+    for nodes, pad in ((5, (1, 1, 1)), (20, (0, 0, 0))):
+        case = TreeCase(nodes, DIMS[0], nodes, dtype=BF16, state_dtype=BF16, layers=2, pads=1)
+        suite.check_commit(host, case, pad=pad, u_dtype=BF16)
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+def test_every_tile_gives_the_same_states(host, host_library, state_dtype):
+    for dims, nodes in ((DIMS[1], 7), (Dims(1, 1, 24, 40), 20), (Dims(1, 2, 256, 72), 5)):
+        case = TreeCase(nodes, dims, nodes, state_dtype=state_dtype, shape="chain", layers=2)
+        suite.check_commit_tiles(host, case, host_library)
+        case = suite.InputsCase(
+            nodes, dims, nodes, state_dtype=state_dtype, shape="chain", layers=2, bias=True
+        )
+        suite.check_inputs_tiles(host, case, host_library)
+
+
+@pytest.mark.parametrize("types", TYPES, ids=types_id)
+@pytest.mark.parametrize("nodes", [1, 6, 17, 40])
+def test_commit_from_inputs_equals_that_from_pseudo_values(host, nodes, types):
+    for index, decay in enumerate(DECAYS):
+        dims = (*DIMS, Dims(2, 4, 8, 8), Dims(1, 1, 24, 40))[(nodes + index) % 5]
+        case = suite.InputsCase(
+            nodes + index, dims, nodes, dtype=types[0], state_dtype=types[1], decay=decay,
+            shape=("random", "chain", "star")[index], layers=2, pads=index % 2,
+            width=(4, 4, 2 + nodes % 6)[index], bias=index != 1, batch=2,
+        )  # fmt: skip
+        suite.check_commit_inputs(host, case, pad=((0, 1, 0), (1, 1, 1), (0, 0, 0))[index])
+
+
+def test_commit_from_inputs_of_the_longest_path_and_large_heads(host):
+    case = suite.InputsCase(2, Dims(1, 1, 8, 8), 128, shape="chain", batch=2, full=True)
+    case.accepted[0] = 127
+    suite.check_commit_inputs(host, case)
+    for state_dtype in (F32, BF16):
+        dims = Dims(1, 2, 256, 200)
+        suite.check_commit_inputs(
+            host, suite.InputsCase(5, dims, 6, state_dtype=state_dtype, layers=1, batch=2)
+        )
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_commit_from_inputs_convolves_to_the_same_bits(host, dtype):
+    for width, bias in ((4, False), (4, True), (3, True)):
+        case = suite.InputsCase(width, DIMS[0], 3, dtype=dtype, width=width, bias=bias, pads=1)
+        suite.check_inputs_conv_bits(host, case)
+
+
+def test_commit_from_inputs_leaves_other_rows_alone(host):
+    for state_dtype in (F32, BF16):
+        case = suite.InputsCase(1, DIMS[0], 7, state_dtype=state_dtype, layers=2)
+        suite.check_inputs_leave_rows_alone(host, case)
 
 
 def test_commit_splits_large_heads(host):
@@ -211,7 +272,7 @@ def test_greedy_acceptance_equals_the_runtime_rule(host, nodes):
         suite.check_greedy(host, nodes, nodes, max_path=max_path)
 
 
-@pytest.mark.parametrize("policy", ["reconstruct", "deferred"])
+@pytest.mark.parametrize("policy", ["reconstruct", "inputs", "deferred"])
 def test_many_commits_drift_no_more_than_plain_decoding(host, policy):
     suite.check_drift(host, "random", steps=20, dims=Dims(1, 1, 64, 64), policy=policy)
 

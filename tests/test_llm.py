@@ -466,6 +466,35 @@ def test_memory_report(policy, checkpoint):
         assert report["stash_bytes"] > report["snapshot_bytes"]
 
 
+def test_bfloat16_pseudo_values_need_a_bfloat16_state(checkpoint):
+    config = MTPDecodingConfig(draft_tree_widths=(2,), stash_dtype="bfloat16")
+    settings = {"skip_tokenizer_init": True, "device": "cpu", "speculative_config": config}
+    with pytest.raises(ValueError, match="stash_dtype='bfloat16' needs a bfloat16 state"):
+        LLM(checkpoint, **settings)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "stash",
+    [
+        {"stash": "inputs"},
+        {"stash_dtype": "bfloat16"},
+        {"stash_dtype": "bfloat16", "state_commit": "deferred"},
+    ],
+)
+def test_stashes_of_low_precision_run(stash, dtype, checkpoint):
+    config = MTPDecodingConfig(draft_tree_widths=(3, 3), **stash)
+    with LLM(
+        checkpoint,
+        skip_tokenizer_init=True,
+        device="cpu",
+        dtype=dtype,
+        speculative_config=config,
+        kv_cache_config={"mamba_ssm_cache_dtype": "bfloat16"},
+    ) as llm:
+        assert len(tokens(llm, [5, 6, 7], max_tokens=20)) == 20
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_runs(dtype, checkpoint):
     """Half types run end to end; tokens may differ from float32's, their number does not."""

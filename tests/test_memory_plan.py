@@ -6,7 +6,7 @@ from checkpoints import hf_config
 
 from trtllm_treewy.config import ModelConfig, read_json, shipped_configs
 from trtllm_treewy.llmapi import STATE_COMMITS
-from trtllm_treewy.memory_plan import input_stash_bytes, plan
+from trtllm_treewy.memory_plan import plan
 from trtllm_treewy.runtime.state_manager import StateManager
 
 MIB = 1024**2
@@ -34,7 +34,8 @@ def test_figures_of_shipped_configs(name, layers, value_heads, state_mib, kv_gib
     assert full.stash == layers * 40 * (value_heads * 128 * 4 + 4 * value_heads + 2 * conv_dim)
     assert half.stash == full.stash
     inputs = layers * 40 * (4 * value_heads + 2 * conv_dim)
-    assert input_stash_bytes(config, 40) == inputs
+    assert full.inputs == inputs
+    assert plan(config, stash="inputs").stash == inputs
     assert full.conv_state == layers * 3 * conv_dim * 2
     assert full.kv_cache_per_token == attention_layers * 2 * 2 * 256 * 2
     assert full.kv_cache == kv_gib * GIB
@@ -55,11 +56,24 @@ def test_stash_type_is_independent_of_the_state_type():
     assert single.stash - half.stash == 30 * 40 * 32 * 128 * 2
 
 
-@pytest.mark.parametrize("policy", STATE_COMMITS)
 @pytest.mark.parametrize(
-    ("state_dtype", "activation_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+    ("policy", "stash", "stash_dtype"),
+    [
+        *((policy, "pseudo_values", "float32") for policy in STATE_COMMITS),
+        ("reconstruct", "pseudo_values", "bfloat16"),
+        ("deferred", "pseudo_values", "bfloat16"),
+        ("reconstruct", "inputs", "float32"),
+    ],
 )
-def test_agrees_with_what_the_state_manager_allocates(policy, state_dtype, activation_dtype):
+@pytest.mark.parametrize(
+    ("state_dtype", "activation_dtype"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
+)
+def test_agrees_with_what_the_state_manager_allocates(
+    policy, stash, stash_dtype, state_dtype, activation_dtype
+):
+    if stash_dtype == "bfloat16" and state_dtype == "float32":
+        pytest.skip("bfloat16 pseudo-values go with a bfloat16 state")
     slots, batch, widths, history = 3, 2, (2, 2), 5
     p = plan(
         SMALL,
@@ -67,6 +81,8 @@ def test_agrees_with_what_the_state_manager_allocates(policy, state_dtype, activ
         state_dtype=state_dtype,
         activation_dtype=activation_dtype,
         history=history,
+        stash=stash,
+        stash_dtype=stash_dtype,
     )
     manager = StateManager(
         SMALL,
@@ -78,14 +94,16 @@ def test_agrees_with_what_the_state_manager_allocates(policy, state_dtype, activ
         device="cpu",
         commit=policy,
         history_capacity=history,
+        stash=stash,
+        stash_dtype=getattr(torch, stash_dtype),
     )
     pool = p.state + p.conv_state + (p.history_pool if policy == "deferred" else 0)
     assert manager.pool_bytes == slots * pool
-    stash = p.stash
+    amount = p.stash if policy == "reconstruct" else p.pseudo_values
     if policy == "snapshot":  # counted as engines do; ours keeps the conv inputs as well
         conv_inputs = len(SMALL.linear_layers) * p.num_nodes * SMALL.conv_dim
-        stash = p.snapshots + conv_inputs * (2 if activation_dtype == "bfloat16" else 4)
-    assert manager.stash_bytes == batch * stash
+        amount = p.snapshots + conv_inputs * (2 if activation_dtype == "bfloat16" else 4)
+    assert manager.stash_bytes == batch * amount
     assert manager.snapshot_bytes == batch * p.snapshots
 
 

@@ -79,6 +79,31 @@ class Case:
     def real(self):
         return topology.valid_nodes(self.parents, self.num_nodes) & (self.slot >= 0)[:, None]
 
+    @property
+    def inputs(self):
+        """x, a and b of all layers."""
+        return self.x, *(torch.stack([raw[name] for raw in self.raw]) for name in "ab")
+
+    def layers(self, *, bias=True):
+        """Conv weights and bias, A_log and dt_bias of all layers."""
+        weight = torch.stack([self.weight * (1 + layer) for layer in range(LAYERS)])
+        parameters = (torch.stack([raw[n] for raw in self.raw]) for n in ("A_log", "dt_bias"))
+        return weight, weight[:, :, 0] if bias else None, *parameters
+
+    def of_conv(self, *, bias=True):
+        """The case with q, k and v as the conv of x gives them."""
+        weight, of_bias, *_ = self.layers(bias=bias)
+        for layer, raw in enumerate(self.raw):
+            given = None if of_bias is None else of_bias[layer]
+            y = treewy.tree_conv(
+                self.x[layer], self.conv_state[layer], *self.trees, weight[layer], given
+            )
+            keys = self.dims.key_heads * self.dims.key_dim
+            q, k, v = y.split((keys, keys, y.shape[-1] - 2 * keys), -1)
+            raw["q"], raw["k"] = (x.unflatten(-1, (-1, self.dims.key_dim)) for x in (q, k))
+            raw["v"] = v.unflatten(-1, (-1, self.dims.value_dim))
+        return self
+
     def verify(self, layer=0, history=()):
         return treewy.tree_verify(
             *self.raw[layer].values(), self.state[layer], *self.trees, *history
@@ -142,11 +167,15 @@ def calls():
     chunks = (int32(4, -1, 2), int32(0, 5, 7, NODES))
     of_layer = [x[0] for x in history[:3]]
     delta = (*case.raw[0].values(), case.state[0], *case.trees)
+    ids = torch.randint(0, 2, (2, BATCH, NODES), generator=case.gen)
     return {
         "tree_conv": (case.x[0], case.conv_state[0], *case.trees, case.weight, case.weight[:, 0]),
         "tree_verify": delta,
         "tree_verify_snapshot": delta,
+        "tree_outputs": delta,
+        "greedy_accept": (*ids, *case.trees, 4),
         "commit": (case.state, *case.goal, u, k, g),
+        "commit_inputs": (case.state, case.conv_state, *case.goal, *case.inputs, *case.layers()),
         "commit_deferred": (case.state, *history, *case.goal, u, k, g),
         "flush_history": (case.state, *history[:3], int32(*[2] * SLOTS), case.slot),
         "commit_snapshot": (case.state, *case.goal, states.expand(LAYERS, *states.shape).clone()),
@@ -157,12 +186,12 @@ def calls():
     }
 
 
-COMMITS = ("commit", "commit_deferred", "commit_snapshot", "conv_commit")
+COMMITS = ("commit", "commit_inputs", "commit_deferred", "commit_snapshot", "conv_commit")
 
 
 def goal_at(op):
     """Where slot, parents, num_nodes and accepted start among the arguments."""
-    return 5 if op == "commit_deferred" else 1
+    return {"commit_deferred": 5, "commit_inputs": 2}.get(op, 1)
 
 
 @pytest.mark.parametrize("name", calls())
@@ -373,6 +402,62 @@ def test_commit_moves_every_layer_to_the_accepted_node(dims, decay):
             path = case.x[layer, row, path_of(case.parents, row, node)]
             window = torch.cat((case.conv_state[layer, slot], path))[-(dims.width - 1) :]
             assert torch.equal(conv_state[layer, slot], window)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_commit_from_inputs_equals_that_from_pseudo_values(dims, decay):
+    for bias in (True, False):
+        case = Case(13, dims, decay=decay, pads=1).of_conv(bias=bias)
+        case.accepted[int((case.slot >= 0).nonzero()[0])] = -1
+        free = [s for s in range(SLOTS) if s not in case.slot.tolist()]
+        case.conv_state[:, free] = math.nan
+        stash, windows = case.stash(), case.conv_state.clone()
+        off = torch.ones(BATCH, NODES, dtype=torch.bool)
+        for row, node in enumerate(case.accepted.tolist()):
+            off[row, path_of(case.parents, row, node)] = False
+        x, a, b = (t.masked_fill(off[None, :, :, None], math.nan) for t in case.inputs)
+        state = case.state.clone()
+        given = (x, a, b, *case.layers(bias=bias))
+        treewy.commit_inputs(state, case.conv_state, *case.goal, *given)
+        treewy.commit(case.state, *case.goal, *stash)
+        torch.testing.assert_close(state, case.state, rtol=1e-11, atol=1e-12)
+        assert same_bits(case.conv_state, windows)
+
+
+def test_outputs_alone_have_the_bits_of_verification():
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(14, dtype=dtype)
+        args = (*case.raw[0].values(), case.state[0], *case.trees)
+        assert same_bits(treewy.tree_outputs(*args), treewy.tree_verify(*args)[0])
+
+
+def test_pseudo_values_may_be_bfloat16_beside_a_bfloat16_state():
+    case = Case(15, dtype=torch.bfloat16, state_dtype=torch.bfloat16)
+    none = (None, None, None, None)
+    args = (*case.raw[0].values(), case.state[0], *case.trees)
+    out, u, g = treewy.tree_verify(*args, *none, torch.bfloat16)
+    wide = treewy.tree_verify(*args)
+    assert same_bits(out, wide[0])
+    assert same_bits(u, wide[1].bfloat16())
+    assert same_bits(g, wide[2])
+    state, rounded = case.state[:1].clone(), case.state[:1].clone()
+    k = case.raw[0]["k"][None]
+    treewy.commit(state, *case.goal, u[None], k, g[None])
+    treewy.commit(rounded, *case.goal, wide[1].bfloat16().float()[None], k, g[None])
+    assert same_bits(state, rounded)
+    with pytest.raises(ValueError, match="u_dtype must be float32, or bfloat16 where the state is"):
+        treewy.tree_verify(*args, *none, torch.float16)
+    single = (*case.raw[0].values(), case.state[0].float(), *case.trees)
+    with pytest.raises(ValueError, match="got bfloat16"):
+        treewy.tree_verify(*single, *none, torch.bfloat16)
+
+
+def test_greedy_acceptance_of_nothing():
+    ids = torch.zeros(2, 0, dtype=torch.int64)
+    parents = torch.zeros(2, 0, dtype=torch.int32)
+    got = treewy.greedy_accept(ids, ids, int32(0, 1), parents, int32(0, 0), 3)
+    assert [x.tolist() for x in got] == [[-1, -1], [0, 0], [[-1] * 3] * 2, [-1, -1]]
 
 
 @pytest.mark.parametrize("ignored", [0, 12345])
@@ -592,11 +677,15 @@ def test_a_thousand_commits_drift_no_more_than_plain_decoding(state_dtype):
 
     The float64 recurrence over the accepted tokens is the truth, and decoding them one by one with
     the same state type the measure. All three policies; decays remember for tens of tokens.
+    Pseudo-values in bfloat16 add their rounding to that of the state: up to 1.42 times the error
+    (where decays are strong), which is why they are an option.
     """
     dims, gen = Dims(1, 2, 8, 6), generator(40)
     slot, parents = int32(3, 0, 2), int32(-1, 0, 0, 1, 3).expand(3, -1).contiguous()
     trees = (slot, parents, int32(5, 5, 5))
     names = ("reconstruct", "deferred", "snapshot")
+    if state_dtype == torch.bfloat16:
+        names = (*names, "bfloat16 u")
     pools = {name: torch.zeros(1, 4, 2, 6, 8, dtype=state_dtype) for name in names}
     history = [
         torch.zeros(1, 4, 8, 2, 6),
@@ -616,9 +705,9 @@ def test_a_thousand_commits_drift_no_more_than_plain_decoding(state_dtype):
                 treewy.commit_snapshot(state, *goal, treewy.tree_verify_snapshot(*args)[1][None])
                 continue
             late = name == "deferred"
-            _, u, g = treewy.tree_verify(
-                *args, *([*(x[0] for x in history[:3]), history[3]] * late)
-            )
+            of_layer = [*(x[0] for x in history[:3]), history[3]] if late else [None] * 4
+            of_u = torch.bfloat16 if name == "bfloat16 u" else None
+            _, u, g = treewy.tree_verify(*args, *of_layer, of_u)
             stash = (u[None], raw["k"][None], g[None])
             if late:
                 treewy.commit_deferred(state, *history, *goal, *stash)
@@ -881,7 +970,9 @@ NOTHING = [
     (name, how)
     for name in calls()
     for how in ("no rows", "no nodes", "no slots")
-    if "prefill" not in name and (name, how) != ("flush_history", "no nodes")
+    if "prefill" not in name
+    and name != "greedy_accept"
+    and (name, how) != ("flush_history", "no nodes")
 ]
 
 
@@ -926,7 +1017,7 @@ def changed(args, index, value):
 DELTA = ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state")
 
 
-@pytest.mark.parametrize("op", ["tree_verify", "tree_verify_snapshot"])
+@pytest.mark.parametrize("op", ["tree_verify", "tree_verify_snapshot", "tree_outputs"])
 @pytest.mark.parametrize("name", DELTA)
 def test_verify_refuses_a_wrong_shape_by_name(op, name):
     args = list(calls()[op])
@@ -953,6 +1044,23 @@ def test_verify_refuses_a_wrong_shape_by_name(op, name):
         ("commit", 6, lambda x: x[..., :-1], r"k must be \[layers, batch, N, HK, K\]"),
         ("commit", 7, lambda x: x[:, :, :-1], r"g must be \[layers, batch, N, HV\]"),
         ("commit", 4, lambda x: x[:-1], r"accepted must be \[batch\]"),
+        (
+            "commit_inputs",
+            1,
+            lambda x: x[:, :, :-1],
+            r"conv_state must be \[layers, slots, W-1, C\]",
+        ),
+        ("commit_inputs", 6, lambda x: x[..., :-1], r"x must have 2 HK K \+ HV V channels"),
+        ("commit_inputs", 6, lambda x: x[:, :-1], r"x must be \[layers, batch, N, C\]"),
+        ("commit_inputs", 7, lambda x: x[..., :-1], r"a must be \[layers, batch, N, HV\]"),
+        ("commit_inputs", 8, lambda x: x[:-1], r"b must be \[layers, batch, N, HV\]"),
+        ("commit_inputs", 9, lambda x: x[:, :-1], r"conv_weight must be \[layers, C, W\]"),
+        ("commit_inputs", 10, lambda x: x[:-1], r"conv_bias must be \[layers, C\]"),
+        ("commit_inputs", 11, lambda x: x[0], r"A_log must be \[layers, HV\]"),
+        ("commit_inputs", 12, lambda x: x.half(), "dt_bias must be float32 .*got float16"),
+        ("greedy_accept", 0, lambda x: x.int(), "token_ids must be int64, got int32"),
+        ("greedy_accept", 1, lambda x: x[:, :-1], r"target_ids must be \[batch, N\]"),
+        ("greedy_accept", 5, lambda x: 0, "max_path must be at least 1"),
         ("commit_deferred", 1, lambda x: x[:, :-1], "history_u must be"),
         ("commit_deferred", 2, lambda x: x[..., :-1], "history_k must be"),
         ("commit_deferred", 3, lambda x: x[..., :-1], "history_g must be"),
@@ -1017,10 +1125,10 @@ def test_a_slot_is_written_by_one_row_only(op):
 
 
 @pytest.mark.parametrize("wrong", [-2, SLOTS, 2**30])
-@pytest.mark.parametrize("op", [name for name in calls() if " " not in name])
+@pytest.mark.parametrize("op", [n for n in calls() if " " not in n and n != "greedy_accept"])
 def test_a_slot_out_of_range_is_refused(op, wrong):
     args = list(calls()[op])
-    verify = {"tree_verify": 8, "tree_verify_snapshot": 8, "tree_conv": 2}
+    verify = {"tree_verify": 8, "tree_verify_snapshot": 8, "tree_outputs": 8, "tree_conv": 2}
     at = {"prefill": 8, "prefill_conv": 2, "flush_history": 5, **verify}.get(op, goal_at(op))
     args[at] = args[at].clone()
     args[at][1] = wrong

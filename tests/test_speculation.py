@@ -33,7 +33,13 @@ TREES = {
         "max_draft_len": 4,
     },
 }
-POLICIES = ["reconstruct", "deferred", "snapshot"]
+# Commit policies; "inputs" is reconstruct from its other stash.
+POLICIES = {
+    "reconstruct": {"state_commit": "reconstruct", "stash": "pseudo_values"},
+    "inputs": {"state_commit": "reconstruct", "stash": "inputs"},
+    "deferred": {"state_commit": "deferred"},
+    "snapshot": {"state_commit": "snapshot"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +87,15 @@ def generate(directory, prompts, config, **settings):
 @pytest.mark.parametrize("tree", TREES)
 def test_same_tokens_as_plain_decoding(tree, policy, checkpoint, prompts, plain):
     """Batches of requests of different lengths over fewer slots than requests (CASES 1, 8)."""
-    config = {**TREES[tree], "state_commit": policy, "deferred_history": 6}
+    config = {**TREES[tree], **POLICIES[policy], "deferred_history": 6}
     assert generate(checkpoint, prompts, config) == plain
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_without_drafts(policy, checkpoint, prompts, plain):
     """The commit policy does not depend on there being drafts."""
-    assert generate(checkpoint, prompts, {"draft_tree_widths": [], "state_commit": policy}) == plain
+    config = {"draft_tree_widths": [], **POLICIES[policy]}
+    assert generate(checkpoint, prompts, config) == plain
 
 
 class OracleDrafter:
@@ -196,7 +203,7 @@ def test_random_trees(seed, policy, checkpoint, prompts, plain):
     """Random topologies, accepted nodes scattered over the tree (CASES 9, 10, 14)."""
     config = {
         "draft_tree_parents": [-1, *[0] * 13],
-        "state_commit": policy,
+        **POLICIES[policy],
         "deferred_history": 14,  # the trees below are deeper than these widths say
     }
     texts = {i: [*p, *t] for i, (p, t) in enumerate(zip(prompts, plain, strict=True))}

@@ -10,10 +10,16 @@ from torch.nn import functional as F
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.draft_tree import DraftTree, to_tree_batch
-from trtllm_treewy.runtime.commit_policy import POLICIES
+from trtllm_treewy.runtime.commit_policy import (
+    POLICIES,
+    GdnInputs,
+    LayerStack,
+    choose_stash,
+)
 from trtllm_treewy.runtime.state_manager import StateManager
 
-POLICY_NAMES = ("reconstruct", "deferred", "snapshot")
+# Commit policies; "inputs" is reconstruct from its other stash.
+POLICY_NAMES = ("reconstruct", "inputs", "deferred", "snapshot")
 NAN = float("nan")
 LAYERS, HK, HV, K, V, W = 2, 2, 4, 8, 6, 4  # head_k_dim != head_v_dim, two value heads a key head
 SLOTS, MAX_BATCH, MAX_NODES = 7, 4, 9
@@ -47,6 +53,8 @@ def config() -> ModelConfig:
 
 def make_manager(config, commit, dtype=torch.float32, **options) -> StateManager:
     options = {"state_dtype": dtype, "activation_dtype": dtype, **options}
+    if commit == "inputs":
+        commit, options["stash"] = "reconstruct", "inputs"
     return StateManager(
         config,
         num_slots=SLOTS,
@@ -595,7 +603,44 @@ def test_wrong_settings_are_refused(config):
             activation_dtype=torch.float32,
             device="cpu",
         )
-    assert tuple(POLICIES) == POLICY_NAMES
+    assert {*POLICIES, "inputs"} == set(POLICY_NAMES)
+    with pytest.raises(ValueError, match="stash must be pseudo_values or inputs, got 'keys'"):
+        make_manager(config, "reconstruct", stash="keys")
+    for commit in ("deferred", "snapshot"):
+        with pytest.raises(ValueError, match=f"policy {commit} cannot work from a stash of inputs"):
+            make_manager(config, commit, stash="inputs")
+    for wrong in (torch.bfloat16, torch.float16):
+        with pytest.raises(ValueError, match="stash_dtype must be torch.float32, or bfloat16"):
+            make_manager(config, "reconstruct", stash_dtype=wrong)
+
+
+def test_the_stash_is_the_one_that_is_asked_for():
+    assert choose_stash("auto") == "pseudo_values"
+    for wanted in ("inputs", "pseudo_values"):
+        assert choose_stash(wanted) == wanted
+
+
+def test_stacked_parameters_follow_what_layers_give():
+    weights = [torch.randn(3, 2) for _ in range(4)]
+    stack = LayerStack()
+    first = stack.of(weights)
+    assert torch.equal(first, torch.stack(weights))
+    assert stack.of([w.view(3, 2) for w in weights]) is first
+    weights[2].add_(1)
+    second = stack.of(weights)
+    assert second is not first
+    assert torch.equal(second, torch.stack(weights))
+    weights[1] = weights[1].clone()
+    assert stack.of(weights) is not second
+
+
+def test_gates_of_another_type_are_refused(config):
+    manager = make_manager(config, "inputs", torch.bfloat16)
+    gates = torch.zeros(1, 1, HV)
+    keys, values = torch.zeros(1, 1, HK, K), torch.zeros(1, 1, HV, V)
+    inputs = GdnInputs(keys, keys, values, gates, gates, gates[0, 0], gates[0, 0])
+    with pytest.raises(ValueError, match=r"holds a in torch.bfloat16.*got torch.float32"):
+        manager.policy.verify(0, None, inputs)
 
 
 def test_memory_figures_of_each_policy(config):
@@ -610,8 +655,13 @@ def test_memory_figures_of_each_policy(config):
         assert manager.snapshot_bytes == nodes * state
     reconstruct = managers["reconstruct"]
     assert reconstruct.pool_bytes == SLOTS * (state + conv)
-    # Pseudo-values are kept in float32 whatever the state.
+    # Pseudo-values are kept in float32 whatever the state, unless asked otherwise.
     assert reconstruct.stash_bytes == inputs + LAYERS * nodes * (HV * V * 4 + 4 * HV)
+    gates = LAYERS * nodes * 2 * HV * 2
+    assert managers["inputs"].stash_bytes == inputs + gates
+    assert managers["inputs"].pool_bytes == reconstruct.pool_bytes
+    half = make_manager(config, "reconstruct", stash_dtype=torch.bfloat16, **bf16)
+    assert half.stash_bytes == reconstruct.stash_bytes - LAYERS * nodes * HV * V * 2
     assert managers["snapshot"].pool_bytes == reconstruct.pool_bytes
     assert managers["snapshot"].stash_bytes == inputs + managers["snapshot"].snapshot_bytes
     history = LAYERS * 16 * 4 * (HV * V + HK * K + HV) + 4

@@ -43,21 +43,25 @@ def choice(batch, nodes, *, value_dim=128, state_bytes=2, terms=1, heads=32):
 
 
 def test_few_blocks_are_cut_small_and_many_large(ask):
-    assert ask(choice(1, 16), choice(8, 16), choice(64, 16), choice(256, 16)) == [
+    assert ask(choice(1, 16), choice(4, 16), choice(8, 16), choice(256, 128)) == [
         ROWS_64,
         ROWS_64,
         ROWS_128,
         ROWS_128,
     ]
-    assert ask(choice(1, 40), choice(64, 40)) == [ROWS_64, ROWS_128_WARPS_8]
+
+
+def test_a_float32_state_is_wide_for_few_nodes_alone(ask):
+    many = [choice(64, nodes, state_bytes=4) for nodes in (1, 8, 9, 40)]
+    assert ask(*many) == [ROWS_128_WARPS_8, ROWS_128_WARPS_8, ROWS_64, ROWS_64]
 
 
 def test_what_has_no_wide_tile_takes_the_narrow_one(ask):
     wide = [
-        choice(256, 16, state_bytes=4),
         choice(256, 16, terms=3),
         choice(256, 16, value_dim=64),
         choice(256, 16, value_dim=192),
+        choice(256, 16, state_bytes=4, value_dim=64),
     ]
     assert ask(*wide) == [ROWS_64] * 4
 
@@ -76,24 +80,58 @@ def test_a_choice_exists(ask):
     assert ask(*asked) == [1] * len(asked)
 
 
+H200_BLOCK = H200_SHARED - 1024  # the most of a block
+
+
+def best(nodes, state_bytes, rows, *, history=0, input_bytes=2):
+    terms = 3 if 4 in (state_bytes, input_bytes) else 2
+    shape = f"{{128, 128, {nodes}, {history}, {input_bytes}, {state_bytes}, {terms}}}"
+    return f"best_layout({shape}, {rows}, {H200_BLOCK})"
+
+
 def test_blocks_fit_a_multiprocessor(ask):
-    """As many as the design counts on: 5 of 16 nodes, 3 of 40, whatever the state's type."""
-    bf16_16 = "verify_layout({128, 128, 16, 0, 2, 2, 2}, 128).total"
-    fp32_16 = "verify_layout({128, 128, 16, 0, 2, 4, 3}, 64).total"
-    bf16_40 = "verify_layout({128, 128, 40, 0, 2, 2, 2}, 128).total"
-    fp32_40 = "verify_layout({128, 128, 40, 0, 2, 4, 3}, 64).total"
-    fits = [H200_SHARED // (total + 1024) for total in ask(bf16_16, fp32_16, bf16_40, fp32_40)]
-    assert fits == [5, 5, 3, 3]
+    """As many as the design counts on."""
+    layouts = [best(16, 2, 128), best(16, 4, 128), best(40, 2, 128), best(40, 4, 64)]
+    layouts += [best(64, 2, 128), best(64, 4, 64)]
+    fits = [H200_SHARED // (total + 1024) for total in ask(*(f"{x}.total" for x in layouts))]
+    assert fits == [4, 2, 2, 2, 2, 2]
+
+
+def test_every_tree_fits_the_narrow_tile(ask):
+    asked = []
+    for nodes in range(1, 129):
+        for state_bytes in (2, 4):
+            for history in (0, 64):
+                asked.append(f"{best(nodes, state_bytes, 64, history=history)}.total")
+    assert max(ask(*asked)) <= H200_BLOCK
+
+
+def test_a_larger_group_never_costs_a_block(ask):
+    for nodes, state_bytes, rows in ((40, 2, 128), (64, 2, 128), (100, 2, 64), (64, 4, 64)):
+        layout = best(nodes, state_bytes, rows)
+        terms = 3 if state_bytes == 4 else 2
+        shape = f"{{128, 128, {nodes}, 0, 2, {state_bytes}, {terms}}}"
+        total, single = ask(f"{layout}.total", f"verify_layout({shape}, {rows}, 1).total")
+        assert H200_SHARED // (total + 1024) == H200_SHARED // (single + 1024)
+
+
+PLACES = (
+    *("state", "keys", "queries", "values", "weights", "dense", "known_u", "history_keys"),
+    *("history_sum", "path_sum", "factors", "beta", "key_norm", "query_norm", "ancestors"),
+    *("related", "not_finite", "total"),
+)
 
 
 def test_places_do_not_overlap(ask):
-    order = (
-        *("state", "keys", "queries", "weights", "known_u", "history_keys", "history_sum"),
-        *("path_sum", "from_root", "beta", "key_norm", "query_norm", "ancestors"),
-        *("not_finite", "total"),
-    )
-    layout = "verify_layout({128, 128, 128, 64, 4, 4, 3}, 64)"
-    places = ask(*(f"{layout}.{name}" for name in order))
+    layout = "verify_layout({128, 128, 128, 64, 4, 4, 3}, 64, 2)"
+    places = ask(*(f"{layout}.{name}" for name in PLACES))
     assert places[0] == 0
     assert all(a < b for a, b in itertools.pairwise(places))
     assert all(place % 16 == 0 for place in places)
+
+
+def test_weights_of_one_node_block_take_the_place_of_its_queries(ask):
+    layout = "verify_layout({128, 128, 16, 0, 2, 2, 2}, 128, 1)"
+    queries, values, weights = ask(*(f"{layout}.{x}" for x in ("queries", "values", "weights")))
+    assert weights == queries
+    assert values - queries >= 2 * 2 * 512

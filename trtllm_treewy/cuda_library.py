@@ -15,7 +15,7 @@ from typing import Any
 
 LIBRARY_NAME = "libtreewy.so"
 LIBRARY_VARIABLE = "TREEWY_LIBRARY"
-VERSION = 1
+VERSION = 2
 
 MAX_NODES = 128
 MAX_HEAD_DIM = 256
@@ -55,6 +55,8 @@ class Stash(ctypes.Structure):
         ("g_stride", _strides(3)),
         ("k_dtype", c_int32),
         ("k_normalized", c_int32),
+        ("u_dtype", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -99,6 +101,8 @@ class CommitParams(ctypes.Structure):
         ("stash", Stash),
         ("accepted", c_void_p),
         ("errors", c_void_p),
+        ("tile", c_int32),
+        ("items", c_int32),
     ]
 
 
@@ -130,6 +134,36 @@ class ConvWeights(ctypes.Structure):
         ("bias", c_void_p),
         ("dtype", c_int32),
         ("width", c_int32),
+    ]
+
+
+class CommitInputsParams(ctypes.Structure):
+    """treewy_commit_inputs_params."""
+
+    _fields_ = [
+        ("tree", Tree),
+        ("state", StatePool),
+        ("weights", ConvWeights),
+        ("x", c_void_p),
+        ("conv_state", c_void_p),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("A_log", c_void_p),
+        ("dt_bias", c_void_p),
+        ("accepted", c_void_p),
+        ("errors", c_void_p),
+        ("weight_stride", c_int64),
+        ("bias_stride", c_int64),
+        ("x_stride", _strides(3)),
+        ("conv_state_stride", _strides(3)),
+        ("a_stride", _strides(3)),
+        ("b_stride", _strides(3)),
+        ("A_log_stride", c_int64),
+        ("dt_bias_stride", c_int64),
+        ("dtype", c_int32),
+        ("gate_dtype", c_int32),
+        ("tile", c_int32),
+        ("items", c_int32),
     ]
 
 
@@ -277,6 +311,7 @@ class GreedyAcceptParams(ctypes.Structure):
 LAUNCHERS: dict[str, type[ctypes.Structure]] = {
     "treewy_tree_verify": TreeVerifyParams,
     "treewy_commit": CommitParams,
+    "treewy_commit_inputs": CommitInputsParams,
     "treewy_commit_deferred": CommitDeferredParams,
     "treewy_flush_history": FlushHistoryParams,
     "treewy_tree_conv": TreeConvParams,

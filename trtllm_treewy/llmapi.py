@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 StateCommit = Literal["reconstruct", "deferred", "snapshot"]
 STATE_COMMITS: tuple[str, ...] = ("reconstruct", "deferred", "snapshot")
+StashKind = Literal["auto", "pseudo_values", "inputs"]
+STASHES: tuple[str, ...] = ("auto", "pseudo_values", "inputs")
 
 MAX_TREE_NODES = 128
 """Most nodes of a draft tree, the root among them."""
@@ -60,6 +62,12 @@ class MTPDecodingConfig:
             "snapshot".
         deferred_history: accepted tokens a sequence collects before its state is rewritten, under
             "deferred"; raised to the longest path if that is longer.
+        stash: what "reconstruct" computes the accepted state from: "pseudo_values" (a vector per
+            node and value head, written by verification), "inputs" (nothing but what the
+            projections write; the accepted path is computed again), or "auto": the faster one,
+            which so far is pseudo-values.
+        stash_dtype: type of the pseudo-values where they are kept: "float32", or "bfloat16" beside
+            a bfloat16 state for half of their memory at up to two fifths more rounding error.
 
     Raises:
         ValueError: a value out of range, two shapes at once, or shapes that contradict a limit.
@@ -74,6 +82,8 @@ class MTPDecodingConfig:
     dynamic_tree_max_topK: int | None = None
     state_commit: StateCommit = "reconstruct"
     deferred_history: int = 16
+    stash: StashKind = "auto"
+    stash_dtype: Literal["float32", "bfloat16"] = "float32"
 
     # Settings of TensorRT-LLM's class that this version refuses unless they ask for nothing.
     use_relaxed_acceptance_for_thinking: bool = False
@@ -191,6 +201,17 @@ class MTPDecodingConfig:
                 f"got {self.state_commit!r}"
             )
         _check_int("deferred_history", self.deferred_history, 1)
+        for name, allowed in (("stash", STASHES), ("stash_dtype", ("float32", "bfloat16"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"MTPDecodingConfig: {name} must be one of {', '.join(allowed)}, got "
+                    f"{getattr(self, name)!r}"
+                )
+        if self.stash == "inputs" and self.state_commit != "reconstruct":
+            raise ValueError(
+                f"MTPDecodingConfig: stash='inputs' needs state_commit='reconstruct', got "
+                f"{self.state_commit!r}: the other policies keep more than one step's inputs"
+            )
 
     def _check_bounds(self) -> None:
         limit = MAX_TREE_NODES - 1

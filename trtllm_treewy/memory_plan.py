@@ -6,9 +6,10 @@ channels, and bytes(x) the size of an element of x:
 - state: `L * HV * V * K * bytes(state)`; conv state: `L * (kernel - 1) * C * bytes(activation)`
 - snapshot adds the state of every node: `N * state`
 - reconstruct adds a stash: `L * N * (HV * V * bytes(u) + 4 * HV + C * bytes(activation))`
-  (pseudo-values, a float32 log decay a head, the raw conv inputs)
-- deferred adds to that stash the history of H accepted tokens that a slot keeps:
-  `L * H * (HV * V * bytes(u) + 4 * HK * K + 4 * HV)` and a 4-byte length
+  (pseudo-values, a float32 log decay a head, the raw conv inputs), or, where it works from inputs,
+  `L * N * (2 * HV + C) * bytes(activation)` (two raw gates a head, the raw conv inputs)
+- deferred adds to the stash of pseudo-values the history of H accepted tokens that a slot keeps:
+  `L * H * 4 * (HV * V + HK * K + HV)` in float32, and a 4-byte length
 - KV cache: `attention layers * 2 * kv heads * head_dim * bytes(activation)` a token, and the same
   for the MTP module's own layer
 
@@ -44,8 +45,9 @@ class MemoryPlan:
         state: the recurrent state of all GDN layers.
         conv_state: the conv windows of all GDN layers.
         snapshots: what `snapshot` adds.
-        stash: what `reconstruct` adds.
-        history_pool: what `deferred` adds to the stash.
+        stash_kind: what `reconstruct` works from, "pseudo_values" or "inputs".
+        pseudo_values, inputs: what either stash takes.
+        history_pool: what `deferred` adds to the stash of pseudo-values.
         kv_cache_per_token: keys and values of one token in the model's attention layers.
         draft_kv_cache_per_token: the same in the MTP module.
     """
@@ -60,7 +62,9 @@ class MemoryPlan:
     state: int
     conv_state: int
     snapshots: int
-    stash: int
+    stash_kind: str
+    pseudo_values: int
+    inputs: int
     history_pool: int
     kv_cache_per_token: int
     draft_kv_cache_per_token: int
@@ -75,16 +79,24 @@ class MemoryPlan:
         """The MTP module's keys and values at `context_length`."""
         return self.context_length * self.draft_kv_cache_per_token
 
+    @property
+    def stash(self) -> int:
+        """What `reconstruct` adds."""
+        return self.inputs if self.stash_kind == "inputs" else self.pseudo_values
+
     def added(self, policy: str) -> int:
         """What verification under `policy` adds to the states of a sequence."""
+        self._check_policy(policy)
         amounts = {
             "reconstruct": self.stash,
-            "deferred": self.stash + self.history_pool,
+            "deferred": self.pseudo_values + self.history_pool,
             "snapshot": self.snapshots,
         }
-        if policy not in amounts:
-            raise ValueError(f"policy: expected one of {', '.join(amounts)}, got {policy!r}")
         return amounts[policy]
+
+    def _check_policy(self, policy: str) -> None:
+        if policy not in STATE_COMMITS:
+            raise ValueError(f"policy: expected one of {', '.join(STATE_COMMITS)}, got {policy!r}")
 
     def state_memory(self, policy: str) -> int:
         """Recurrent state, conv state and what `policy` adds: all that trees cost."""
@@ -114,6 +126,7 @@ class MemoryPlan:
             "batch_size": self.batch_size,
             "state_dtype": self.state_dtype,
             "activation_dtype": self.activation_dtype,
+            "stash": self.stash_kind,
             "stash_dtype": self.stash_dtype,
             "state_bytes": self.state,
             "conv_state_bytes": self.conv_state,
@@ -142,9 +155,11 @@ class MemoryPlan:
             amounts = (self.state, self.conv_state, self.added(policy), self.state_memory(policy))
             ratio = f"{100 * self.ratio_to_snapshot(policy):.1f}%"
             rows.append((policy, *map(_mib, amounts), ratio, _mib(self.total(policy))))
+        values = f"pseudo-values {self.stash_dtype}"
+        stash = f"inputs (deferred: {values})" if self.stash_kind == "inputs" else values
         lines = [
             f"MiB per sequence: {self.num_nodes} tree nodes, state {self.state_dtype}, "
-            f"activations {self.activation_dtype}, stash {self.stash_dtype}, "
+            f"activations {self.activation_dtype}, stash of {stash}, "
             f"history {self.history}",
             "",
             *_aligned(rows),
@@ -166,6 +181,7 @@ def plan(
     num_nodes: int | None = None,
     state_dtype: str = "float32",
     activation_dtype: str = "bfloat16",
+    stash: str = "pseudo_values",
     stash_dtype: str = "float32",
     context_length: int = 32768,
     batch_size: int = 1,
@@ -179,13 +195,14 @@ def plan(
         num_nodes: nodes of any other tree (root included), instead of `draft_tree_widths`.
         state_dtype: type of the state pool.
         activation_dtype: type of conv inputs, conv state and KV cache.
+        stash: what `reconstruct` works from, "pseudo_values" or "inputs".
         stash_dtype: type of the pseudo-values.
         context_length: tokens a sequence holds in the KV cache.
         batch_size: sequences that run at once.
         history: accepted tokens a slot keeps under `deferred`; raised to the longest path.
 
     Raises:
-        ValueError: a size that is not positive, or an unknown type.
+        ValueError: a size that is not positive, or an unknown type or stash.
     """
     tree = TreeTopology.from_widths(tuple(draft_tree_widths or ()))
     nodes = tree.num_nodes if num_nodes is None else num_nodes
@@ -194,6 +211,8 @@ def plan(
     for name, value in {**sizes, "context_length": context_length}.items():
         if value < (0 if name == "context_length" else 1):
             raise ValueError(f"{name}: expected a positive number, got {value}")
+    if stash not in ("pseudo_values", "inputs"):
+        raise ValueError(f"stash: expected pseudo_values or inputs, got {stash!r}")
     history = max(history, depth + 1)
     state_bytes = _size_of("state_dtype", state_dtype)
     activation_bytes = _size_of("activation_dtype", activation_dtype)
@@ -202,8 +221,8 @@ def plan(
     state = layers * config.value_dim * config.linear_key_head_dim * state_bytes
     kv_per_layer = 2 * config.num_key_value_heads * config.head_dim * activation_bytes
     window = config.linear_conv_kernel_dim - 1
-    inputs = input_stash_bytes(config, nodes, activation_dtype)
-    entry = config.value_dim * stash_bytes + 4 * config.key_dim + 4 * heads
+    conv_inputs = config.conv_dim * activation_bytes
+    entry = 4 * (config.value_dim + config.key_dim + heads)
     return MemoryPlan(
         num_nodes=nodes,
         history=history,
@@ -215,24 +234,13 @@ def plan(
         state=state,
         conv_state=layers * window * config.conv_dim * activation_bytes,
         snapshots=nodes * state,
-        stash=layers * nodes * config.value_dim * stash_bytes + inputs,
+        stash_kind=stash,
+        pseudo_values=layers * nodes * (config.value_dim * stash_bytes + 4 * heads + conv_inputs),
+        inputs=layers * nodes * (2 * heads * activation_bytes + conv_inputs),
         history_pool=layers * history * entry + 4,
         kv_cache_per_token=len(config.attention_layers) * kv_per_layer,
         draft_kv_cache_per_token=config.mtp_num_hidden_layers * kv_per_layer,
     )
-
-
-def input_stash_bytes(
-    config: ModelConfig, num_nodes: int, activation_dtype: str = "bfloat16"
-) -> int:
-    """A stash of conv inputs and gates alone: `L * N * (4 * HV + C * bytes(activation))`.
-
-    The commit then computes the pseudo-values of the accepted path again. The part of the default
-    stash that is not pseudo-values.
-    """
-    size = _size_of("activation_dtype", activation_dtype)
-    per_node = 4 * config.linear_num_value_heads + config.conv_dim * size
-    return len(config.linear_layers) * num_nodes * per_node
 
 
 def _size_of(name: str, dtype: str) -> int:

@@ -286,31 +286,3 @@ class Commit(NamedTuple):
             longest = int(plan.ancestors[rows, last].sum(-1).max()) if len(rows) else 0
         nodes, _ = topology.path_to(plan.parents[rows], last, longest)
         return nodes
-
-
-class Stash(NamedTuple):
-    """What verification left for the commit: u, raw k and g of all layers, [L, B, N, ...]."""
-
-    u: Tensor
-    k: Tensor
-    g: Tensor
-
-    def check(self, op: str, state: Tensor, shape: torch.Size) -> None:
-        """Raises ValueError unless they fit the pool [L, slots, HV, V, K] and `shape` = (B, N)."""
-        expect_dims(op, "state", state, f"layers, {STATE_LAYOUT}")
-        expect_dims(op, "k", self.k, "layers, batch, N, HK, K")
-        layers, _, heads, dim, key_dim = state.shape
-        key_heads, front, device = self.k.shape[3], (layers, *shape), state.device
-        op_checks.expect_groups(op, key_heads, heads)
-        lead = "layers, batch, N"
-        expect(op, "u", self.u, f"{lead}, HV, V", (*front, heads, dim), device=device)
-        expect(op, "k", self.k, f"{lead}, HK, K", (*front, key_heads, key_dim), device=device)
-        expect(op, "g", self.g, f"{lead}, HV", (*front, heads), device=device)
-
-    def along(
-        self, layer: int, rows: Tensor, paths: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """u, normalised k and g along the paths of the rows, [R, P, ...]."""
-        at = (rows[:, None], paths.clamp(min=0))
-        u, k, g = (x[layer][at].to(dtype) for x in self)
-        return u, reference.l2norm(k), g

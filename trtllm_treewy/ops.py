@@ -1,7 +1,8 @@
 """The operators `torch.ops.treewy.*`: the reference mathematics by slot, on any device.
 
-Importing this module registers them. Each has a kernel in torch for every device and a fake
-kernel for tracing; device kernels are added with `register_kernel`.
+Importing this module registers them, those of `op_commits` and `op_acceptance` included. Each has a
+kernel in torch for every device and a fake kernel for tracing; device kernels are added with
+`register_kernel`.
 
 Conventions that all operators share (L layers, B rows, N nodes, W the conv kernel's width):
 
@@ -28,21 +29,23 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from . import op_checks, reference
+from .op_acceptance import greedy_accept as greedy_accept
+from .op_commits import commit as commit
+from .op_commits import commit_deferred as commit_deferred
+from .op_commits import commit_inputs as commit_inputs
+from .op_commits import commit_snapshot as commit_snapshot
+from .op_commits import flush_history as flush_history
 from .op_inputs import (
-    STATE_LAYOUT,
     Commit,
     History,
     Projections,
-    Stash,
-    TreePlan,
     Trees,
     Writes,
-    active_entries,
     compute_dtype,
     read_rows,
     select_nodes,
-    write_entries,
 )
+from .op_stash import stash_dtype
 
 # ------------------------------------------------------------------ verification
 
@@ -64,6 +67,7 @@ def tree_verify(
     history_k: Tensor | None = None,
     history_g: Tensor | None = None,
     history_len: Tensor | None = None,
+    u_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of all nodes of the trees, and what a commit needs. Reads the state, writes nothing.
 
@@ -72,26 +76,36 @@ def tree_verify(
             projections are [B, N, ...].
         history_u, history_k, history_g, history_len: accepted nodes that `commit_deferred` has not
             folded into the state yet, one layer of its pools. All or none.
+        u_dtype: type of u, float32 where not given (float64 if q or the state is); bfloat16 only
+            where the state is. Outputs do not depend on it.
 
     Returns:
         out [B, N, HV, V] in v's type; u [B, N, HV, V] and the nodes' own log decay g [B, N, HV],
-        both float32 (float64 if q or the state is).
+        float32 (float64 if q or the state is).
     """
     inputs, trees = Projections(q, k, v, a, b, A_log, dt_bias), Trees(slot, parents, num_nodes)
     history = History.from_optional("tree_verify", history_u, history_k, history_g, history_len)
     _check_verify("tree_verify", inputs, state, trees, history)
-    plan, dtype = trees.plan(), compute_dtype(q, state)
-    real = trees.real_nodes("tree_verify", plan, state.shape[0])
+    of_u = stash_dtype("tree_verify", u_dtype, q, state)
+    real, out, u, g = _solve("tree_verify", inputs, state, trees, history)
+    return select_nodes(real, out), select_nodes(real, u.to(of_u)), select_nodes(real, g)
+
+
+def _solve(
+    op: str, inputs: Projections, state: Tensor, trees: Trees, history: History | None
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """The nodes whose results are wanted (None for all), and out, u and g of all nodes."""
+    plan, dtype = trees.plan(), compute_dtype(inputs.q, state)
+    real = trees.real_nodes(op, plan, state.shape[0])
     prepared = inputs.prepare(dtype)
     out, u = reference.tree_wy(
         *prepared,
-        read_rows(state, slot).to(dtype),
+        read_rows(state, trees.slot).to(dtype),
         plan.ancestors,
-        history=history.read(slot, dtype) if history else None,
+        history=history.read(trees.slot, dtype) if history else None,
         blocks=plan.blocks,
     )
-    g = prepared[3]
-    return select_nodes(real, out.to(v.dtype)), select_nodes(real, u), select_nodes(real, g)
+    return real, out.to(inputs.v.dtype), u, prepared[3]
 
 
 def _check_verify(
@@ -107,14 +121,45 @@ def _check_verify(
 @tree_verify.register_fake
 def _(  # type: ignore[no-untyped-def]
     q, k, v, a, b, A_log, dt_bias, state, slot, parents, num_nodes,
-    history_u=None, history_k=None, history_g=None, history_len=None,
+    history_u=None, history_k=None, history_g=None, history_len=None, u_dtype=None,
 ):  # fmt: skip
     inputs, trees = Projections(q, k, v, a, b, A_log, dt_bias), Trees(slot, parents, num_nodes)
     history = History.from_optional("tree_verify", history_u, history_k, history_g, history_len)
     _check_verify("tree_verify", inputs, state, trees, history)
-    dtype = compute_dtype(q, state)
-    u = v.new_empty(v.shape, dtype=dtype)
-    return v.new_empty(v.shape), u, v.new_empty(v.shape[:3], dtype=dtype)
+    u = v.new_empty(v.shape, dtype=stash_dtype("tree_verify", u_dtype, q, state))
+    return v.new_empty(v.shape), u, v.new_empty(v.shape[:3], dtype=compute_dtype(q, state))
+
+
+@torch.library.custom_op("treewy::tree_outputs", mutates_args=())
+def tree_outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+) -> Tensor:
+    """`tree_verify` without a stash: for `commit_inputs`, which computes what it needs itself.
+
+    Returns:
+        out [B, N, HV, V] in v's type, with the bits that `tree_verify` gives.
+    """
+    inputs, trees = Projections(q, k, v, a, b, A_log, dt_bias), Trees(slot, parents, num_nodes)
+    _check_verify("tree_outputs", inputs, state, trees)
+    real, out, _, _ = _solve("tree_outputs", inputs, state, trees, None)
+    return select_nodes(real, out)
+
+
+@tree_outputs.register_fake
+def _(q, k, v, a, b, A_log, dt_bias, state, slot, parents, num_nodes):  # type: ignore[no-untyped-def]
+    inputs, trees = Projections(q, k, v, a, b, A_log, dt_bias), Trees(slot, parents, num_nodes)
+    _check_verify("tree_outputs", inputs, state, trees)
+    return v.new_empty(v.shape)
 
 
 @torch.library.custom_op("treewy::tree_verify_snapshot", mutates_args=())
@@ -156,260 +201,6 @@ def _(q, k, v, a, b, A_log, dt_bias, state, slot, parents, num_nodes):  # type: 
     inputs, trees = Projections(q, k, v, a, b, A_log, dt_bias), Trees(slot, parents, num_nodes)
     _check_verify("tree_verify_snapshot", inputs, state, trees)
     return v.new_empty(v.shape), state.new_empty((*v.shape[:2], *state.shape[1:]))
-
-
-# ------------------------------------------------------------------ commits
-
-
-@torch.library.custom_op("treewy::commit", mutates_args=("state",))
-def commit(
-    state: Tensor,
-    slot: Tensor,
-    parents: Tensor,
-    num_nodes: Tensor,
-    accepted: Tensor,
-    u: Tensor,
-    k: Tensor,
-    g: Tensor,
-) -> None:
-    """Moves the states to the accepted nodes, from what `tree_verify` returned.
-
-    Args:
-        state: [L, slots, HV, V, K], written in place.
-        slot, parents, num_nodes, accepted: see the module.
-        u, g: [L, B, N, HV, V] and [L, B, N, HV] of `tree_verify`.
-        k: [L, B, N, HK, K], as given to `tree_verify` (not normalised).
-    """
-    _check_commit(state, slot, parents, num_nodes, accepted, u, k, g)
-    goal, stash = Commit(slot, parents, num_nodes, accepted), Stash(u, k, g)
-    plan, dtype = goal.trees.plan(), compute_dtype(state, u)
-    active = goal.active("commit", plan, state.shape[1])
-    if goal.is_empty(state.shape[1]):
-        return
-    writes = Writes.of(active, slot)
-    if not writes:
-        return
-    paths = goal.paths(plan, writes.rows)
-    # Layer by layer, so that the temporaries are a layer's states and not the model's.
-    for layer, pool in enumerate(state):
-        path = stash.along(layer, writes.rows, paths, dtype)
-        before = pool.index_select(0, writes.slots).to(dtype)
-        writes.into(pool, reference.commit_path(before, *path, paths >= 0))
-
-
-@commit.register_fake
-def _check_commit(
-    state: Tensor,
-    slot: Tensor,
-    parents: Tensor,
-    num_nodes: Tensor,
-    accepted: Tensor,
-    u: Tensor,
-    k: Tensor,
-    g: Tensor,
-) -> None:
-    Commit(slot, parents, num_nodes, accepted).check("commit", state.device)
-    Stash(u, k, g).check("commit", state, parents.shape)
-
-
-@torch.library.custom_op(
-    "treewy::commit_deferred",
-    mutates_args=("state", "history_u", "history_k", "history_g", "history_len"),
-)
-def commit_deferred(
-    state: Tensor,
-    history_u: Tensor,
-    history_k: Tensor,
-    history_g: Tensor,
-    history_len: Tensor,
-    slot: Tensor,
-    parents: Tensor,
-    num_nodes: Tensor,
-    accepted: Tensor,
-    u: Tensor,
-    k: Tensor,
-    g: Tensor,
-) -> None:
-    """Appends the accepted paths to the histories; a history without room is folded in first.
-
-    Args:
-        state: [L, slots, HV, V, K], written only where a history is folded in.
-        history_u: [L, slots, H, HV, V].
-        history_k: [L, slots, H, HK, K], filled with normalised keys.
-        history_g: [L, slots, H, HV], each entry's own log decay.
-        history_len: int32 [slots], shared by the layers.
-        slot, parents, num_nodes, accepted, u, k, g: as for `commit`.
-
-    Raises:
-        ValueError: also if a path has more than H nodes.
-    """
-    op = "commit_deferred"
-    history, stash = History(history_u, history_k, history_g, history_len), Stash(u, k, g)
-    goal = Commit(slot, parents, num_nodes, accepted)
-    _check_deferred(state, *history, *goal, *stash)
-    plan = goal.trees.plan()
-    active = goal.active(op, plan, state.shape[1])
-    if goal.is_empty(state.shape[1]):
-        return
-    added = _path_lengths(goal, plan)
-    fits = added <= history_u.shape[2]
-    if active.is_cpu and bool((active & ~fits).any()):
-        row = int((active & ~fits).nonzero()[0])
-        raise ValueError(
-            f"treewy::{op}: the accepted path of row {row} has {int(added[row])} nodes, "
-            f"more than the history holds ({history_u.shape[2]})"
-        )
-    active = active & fits
-    full = active & (read_rows(history_len, slot) + added > history_u.shape[2])
-    _fold(state, history, slot, full)
-    _append(history, goal, plan, Writes.of(active, slot), stash)
-
-
-@commit_deferred.register_fake
-def _check_deferred(
-    state: Tensor,
-    history_u: Tensor,
-    history_k: Tensor,
-    history_g: Tensor,
-    history_len: Tensor,
-    slot: Tensor,
-    parents: Tensor,
-    num_nodes: Tensor,
-    accepted: Tensor,
-    u: Tensor,
-    k: Tensor,
-    g: Tensor,
-) -> None:
-    op = "commit_deferred"
-    Commit(slot, parents, num_nodes, accepted).check(op, state.device)
-    Stash(u, k, g).check(op, state, parents.shape)
-    History(history_u, history_k, history_g, history_len).check(op, state, k.shape[3])
-
-
-def _path_lengths(goal: Commit, plan: TreePlan) -> Tensor:
-    """Nodes on the path to each row's accepted node, [B]."""
-    rows = torch.arange(goal.slot.shape[0], device=goal.slot.device)
-    return plan.ancestors[rows, goal.last(rows)].sum(-1)
-
-
-def _append(history: History, goal: Commit, plan: TreePlan, writes: Writes, stash: Stash) -> None:
-    """Writes the accepted paths behind the histories' last entries."""
-    if not writes:
-        return
-    paths = goal.paths(plan, writes.rows)
-    valid = paths >= 0
-    wanted = valid if writes.keep is None else valid & ~writes.keep[:, None]
-    entries, keep = active_entries(wanted.flatten())
-    length = history.length[writes.slots]
-    at = length[:, None] + torch.arange(paths.shape[1], device=paths.device)
-    index = (writes.slots.repeat_interleave(paths.shape[1])[entries], at.flatten()[entries])
-    dtype = compute_dtype(history.u)
-    for layer in range(stash.u.shape[0]):
-        news = stash.along(layer, writes.rows, paths, dtype)
-        for pool, new in zip(history[:3], news, strict=True):
-            write_entries(pool[layer], index, new.flatten(0, 1)[entries], keep)
-    writes.into(history.length, length + valid.sum(-1))
-
-
-def _fold(state: Tensor, history: History, slot: Tensor, active: Tensor) -> None:
-    """Folds the histories of the active rows into their states and empties them."""
-    writes = Writes.of(active & (read_rows(history.length, slot) > 0), slot)
-    if not writes:
-        return
-    dtype = compute_dtype(state)
-    for layer, pool in enumerate(state):
-        u, k, g = (x[layer].index_select(0, writes.slots).to(dtype) for x in history[:3])
-        before = pool.index_select(0, writes.slots).to(dtype)
-        entries = reference.History(u, k, g, history.length[writes.slots])
-        writes.into(pool, reference.fold_history(before, entries))
-    writes.into(history.length, torch.zeros_like(writes.slots))
-
-
-@torch.library.custom_op(
-    "treewy::flush_history",
-    mutates_args=("state", "history_u", "history_k", "history_g", "history_len"),
-)
-def flush_history(
-    state: Tensor,
-    history_u: Tensor,
-    history_k: Tensor,
-    history_g: Tensor,
-    history_len: Tensor,
-    slot: Tensor,
-) -> None:
-    """Folds the histories of the slots into their states now, and empties them.
-
-    Args:
-        state, history_u, history_k, history_g, history_len: as for `commit_deferred`.
-        slot: int32 [B], -1 rows are skipped.
-    """
-    _check_flush(state, history_u, history_k, history_g, history_len, slot)
-    if slot.is_cpu:
-        op_checks.slot_values("flush_history", slot, state.shape[1], unique=True)
-    if slot.shape[0] == 0 or state.shape[1] == 0:
-        return
-    _fold(state, History(history_u, history_k, history_g, history_len), slot, slot >= 0)
-
-
-@flush_history.register_fake
-def _check_flush(
-    state: Tensor,
-    history_u: Tensor,
-    history_k: Tensor,
-    history_g: Tensor,
-    history_len: Tensor,
-    slot: Tensor,
-) -> None:
-    op = "flush_history"
-    op_checks.expect_dims(op, "state", state, f"layers, {STATE_LAYOUT}")
-    op_checks.expect_dims(op, "history_k", history_k, "layers, slots, H, HK, K")
-    op_checks.expect_groups(op, history_k.shape[3], state.shape[2])
-    History(history_u, history_k, history_g, history_len).check(op, state, history_k.shape[3])
-    op_checks.expect_dims(op, "slot", slot, "batch")
-    op_checks.expect_index(op, "slot", slot, "batch", slot.shape, state.device)
-
-
-@torch.library.custom_op("treewy::commit_snapshot", mutates_args=("state",))
-def commit_snapshot(
-    state: Tensor,
-    slot: Tensor,
-    parents: Tensor,
-    num_nodes: Tensor,
-    accepted: Tensor,
-    states: Tensor,
-) -> None:
-    """Copies the stored states of the accepted nodes into the pool.
-
-    Args:
-        state: [L, slots, HV, V, K], written in place.
-        slot, parents, num_nodes, accepted: see the module.
-        states: [L, B, N, HV, V, K] of `tree_verify_snapshot`.
-    """
-    _check_snapshot(state, slot, parents, num_nodes, accepted, states)
-    goal = Commit(slot, parents, num_nodes, accepted)
-    active = goal.active("commit_snapshot", goal.trees.plan(), state.shape[1])
-    if goal.is_empty(state.shape[1]):
-        return
-    writes = Writes.of(active, slot)
-    last = goal.last(writes.rows)
-    for pool, stored in zip(state, states, strict=True):
-        writes.into(pool, stored[writes.rows, last])
-
-
-@commit_snapshot.register_fake
-def _check_snapshot(
-    state: Tensor,
-    slot: Tensor,
-    parents: Tensor,
-    num_nodes: Tensor,
-    accepted: Tensor,
-    states: Tensor,
-) -> None:
-    op, layout = "commit_snapshot", "layers, batch, N, HV, V, K"
-    op_checks.expect_dims(op, "state", state, f"layers, {STATE_LAYOUT}")
-    Commit(slot, parents, num_nodes, accepted).check(op, state.device)
-    shape = (state.shape[0], *parents.shape, *state.shape[2:])
-    op_checks.expect(op, "states", states, layout, shape, device=state.device)
 
 
 # ------------------------------------------------------------------ convolution

@@ -42,6 +42,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import topology
+
 NORM_EPS = 1e-6
 # exp() of this is zero in every float type; it keeps g finite, so that differences are defined.
 MIN_LOG_DECAY = -1e4
@@ -347,9 +349,71 @@ def commit_path(state: Tensor, u: Tensor, k: Tensor, g: Tensor, valid: Tensor) -
     return torch.addcmul(update, total[..., None, None], state)
 
 
+def path_pseudo_values(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """Pseudo-values of the nodes of one path, from what the path alone holds.
+
+    `(I + B) u = R` of `tree_wy` for a chain: node i has all entries before it as ancestors. An
+    entry uses those before it alone, so what follows a path's end may hold anything.
+
+    Args:
+        k: L2-normalised keys [B, P, HK, K], root first.
+        v: [B, P, HV, V].
+        g, beta: [B, P, HV].
+        state: S_0 [B, HV, V, K].
+
+    Returns:
+        u [B, P, HV, V].
+    """
+    index = torch.arange(k.shape[1], device=k.device)
+    chain = (index[:, None] >= index).expand(k.shape[0], -1, -1)
+    system = _wy_system(k, k, v, g, beta, state, chain)
+    return _substitute(system, chain, None).transpose(1, 2).contiguous()
+
+
 def fold_history(state: Tensor, history: History) -> Tensor:
     """The state with its history applied, [B, HV, V, K]."""
     return commit_path(state, history.u, history.k, history.g, _valid_entries(history))
+
+
+def greedy_walk(
+    token_ids: Tensor,
+    target_ids: Tensor,
+    parents: Tensor,
+    usable: Tensor,
+    ancestors: Tensor,
+    columns: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The deepest node all of whose ancestors, and itself, are the target's choices.
+
+    Args:
+        token_ids, target_ids: int64 [B, N], the drafted tokens and the target's after each node.
+        parents: integer [B, N], -1 for the root, which is node 0.
+        usable: bool [B, N], nodes that may be accepted.
+        ancestors: bool [B, N, N], ancestor or self.
+        columns: P, the longest path accepted.
+
+    Returns:
+        accepted int32 [B] (the lowest index where several are as deep, -1 where none is usable),
+        nodes of its path int32 [B], the path int64 [B, P], root first and -1 beyond, and the
+        target's token after it int64 [B], or -1.
+    """
+    batch, n = token_ids.shape
+    depth = topology.node_depth(ancestors)
+    index = torch.arange(n, device=token_ids.device)
+    choice = target_ids.gather(1, parents.long().clamp(min=0))
+    match = (token_ids == choice) | (index == 0)
+    ok = (match[:, None] | ~ancestors).all(-1) & usable & (depth < columns)
+    # Deepest first, then the lowest index; the ranks of a row are distinct.
+    rank = torch.where(ok, depth.long() * n + (n - 1 - index), -1)
+    best = rank.argmax(1, keepdim=True)
+    moves = ok.any(1)
+    on_path = ancestors.gather(1, best[:, :, None].expand(-1, 1, n))[:, 0] & moves[:, None]
+    column = torch.where(on_path, depth.long(), columns)
+    path = torch.full((batch, columns + 1), -1, dtype=torch.int64, device=on_path.device)
+    path = path.scatter_(1, column, index.expand(batch, n))[:, :columns]
+    accepted = torch.where(moves, best[:, 0], -1).to(torch.int32)
+    bonus = torch.where(moves, target_ids.gather(1, best)[:, 0], -1)
+    return accepted, on_path.sum(1).to(torch.int32), path.contiguous(), bonus
 
 
 def chunk_prefill(
@@ -516,6 +580,23 @@ def causal_conv(
     rows = torch.cat((window.to(dtype), x.to(dtype)))
     y = weighted_taps((rows[j : j + tokens] for j in range(weight.shape[1])), weight, bias)
     return y.to(x.dtype), rows[tokens:].to(window.dtype)
+
+
+def path_conv(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`tree_conv` along one path a row, with the same bits.
+
+    Args:
+        x: raw inputs along the paths [R, P, C], root first.
+        window: the W-1 raw inputs before the roots, oldest first, [R, W-1, C].
+        weight, bias: as for `tree_conv`.
+
+    Returns:
+        [R, P, C] in x's type.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    rows = torch.cat((window.to(dtype), x.to(dtype)), 1)
+    taps = (rows[:, j : j + x.shape[1]] for j in range(weight.shape[1]))
+    return weighted_taps(taps, weight, bias).to(x.dtype)
 
 
 def conv_window(window: Tensor, x: Tensor, taps: Tensor, rows: Tensor) -> Tensor:

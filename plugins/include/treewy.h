@@ -52,7 +52,7 @@ typedef void* treewy_stream;
 TREEWY_API const char* treewy_last_error(void);
 
 /* Interface version; a caller checks that it equals TREEWY_VERSION of the header it was built for. */
-#define TREEWY_VERSION 1
+#define TREEWY_VERSION 2
 TREEWY_API int32_t treewy_version(void);
 
 /* One batch of draft trees on the device. */
@@ -67,7 +67,7 @@ typedef struct treewy_tree {
 
 #define TREEWY_MAX_NODES 128
 
-/* ------------------------------------------------------------------ commits (commit.cu)
+/* ------------------------------------------------------------------ commits (commit*.cu)
  *
  * Accepted nodes and paths: `accepted` int32 [B], tree index of the last accepted node; -1 moves
  * nothing: every bit of the row stays. The path is found by walking the parents. A row that cannot
@@ -78,7 +78,7 @@ typedef struct treewy_tree {
 
 /* What tree verification leaves behind for a commit, all layers. */
 typedef struct treewy_stash {
-  const float* u;       /* pseudo-values [L, B, N, HV, V] */
+  const void* u;        /* pseudo-values [L, B, N, HV, V] in u_dtype */
   const void* k;        /* keys [L, B, N, HK, K] in k_dtype */
   const float* g;       /* each node's own log decay [L, B, N, HV] */
   int64_t u_stride[4];  /* layer, row, node, head; in elements, like all strides */
@@ -86,6 +86,8 @@ typedef struct treewy_stash {
   int64_t g_stride[3];  /* layer, row, node */
   int32_t k_dtype;      /* treewy_dtype */
   int32_t k_normalized; /* 0: k is raw and is L2-normalised on the way */
+  int32_t u_dtype;      /* TREEWY_FLOAT32, or TREEWY_BFLOAT16 where the state is */
+  int32_t reserved;
 } treewy_stash;
 
 /* The pools of recurrent state, all layers; each [HV, V, K] is contiguous and 16-byte aligned. */
@@ -117,12 +119,23 @@ typedef struct treewy_history {
   int32_t reserved;
 } treewy_history;
 
+/* How a commit is cut: blocks of 128 threads, and vectors of 16 bytes of the state that a thread
+ * holds at once. AUTO is the one to take; the states are the same to the bit. */
+typedef enum treewy_commit_tile {
+  TREEWY_COMMIT_AUTO = 0,
+  TREEWY_COMMIT_VECTORS_4 = 1, /* 8 KiB of state a block */
+  TREEWY_COMMIT_VECTORS_8 = 2, /* 16 KiB */
+  TREEWY_COMMIT_VECTORS_16 = 3 /* 32 KiB */
+} treewy_commit_tile;
+
 typedef struct treewy_commit_params {
   treewy_tree tree;
   treewy_state_pool state;
   treewy_stash stash;
   const int32_t* accepted; /* [B] */
   int32_t* errors;         /* rows that could not be moved are added to it; may be null */
+  int32_t tile;            /* treewy_commit_tile */
+  int32_t items;           /* tiles of state that a block moves one after the other; 0: auto */
 } treewy_commit_params;
 
 /* S_a = exp(G_a) S_0 + sum over i <= a of exp(G_a - G_i) u_i k_i^T, in place, all layers. */
@@ -151,10 +164,11 @@ typedef struct treewy_flush_history_params {
 TREEWY_API treewy_status treewy_flush_history(const treewy_flush_history_params* params,
                                               treewy_stream stream);
 
-/* ------------------------------------------------------------------ convolution (tree_conv.cu)
+/* ---------------------------------------------------- commit from inputs (commit_inputs.cu)
  *
- * C channels, width W in [2, TREEWY_MAX_CONV_WIDTH]; `weight` [C, W] with the node's own tap last.
- * Inputs, outputs and windows have one type; the windows hold raw inputs, oldest first.
+ * The same states from what the projections wrote: the raw conv inputs and gates of the nodes. Conv,
+ * norms, gates and pseudo-values of the accepted path are computed again, from the windows as they
+ * are before treewy_conv_commit moves them. Channels are [q, k, v]: C = 2 HK K + HV V.
  */
 #define TREEWY_MAX_CONV_WIDTH 8
 
@@ -164,6 +178,51 @@ typedef struct treewy_conv_weights {
   int32_t dtype;       /* treewy_dtype of weight and bias */
   int32_t width;       /* W */
 } treewy_conv_weights;
+
+/* Threads of a block by vectors of 16 bytes of the state that a thread holds. */
+typedef enum treewy_commit_inputs_tile {
+  TREEWY_COMMIT_INPUTS_AUTO = 0,
+  TREEWY_COMMIT_INPUTS_128_BY_4 = 1,
+  TREEWY_COMMIT_INPUTS_128_BY_8 = 2,
+  TREEWY_COMMIT_INPUTS_256_BY_4 = 3,
+  TREEWY_COMMIT_INPUTS_256_BY_8 = 4
+} treewy_commit_inputs_tile;
+
+typedef struct treewy_commit_inputs_params {
+  treewy_tree tree;
+  treewy_state_pool state;
+  treewy_conv_weights weights; /* of layer 0 */
+  const void* x;               /* raw conv inputs [L, B, N, C] in dtype */
+  const void* conv_state;      /* [L, slots, W-1, C] in dtype, only read */
+  const void* a;               /* raw gates [L, B, N, HV] in gate_dtype */
+  const void* b;               /* [L, B, N, HV] */
+  const float* A_log;          /* [L, HV] */
+  const float* dt_bias;        /* [L, HV] */
+  const int32_t* accepted;     /* [B] */
+  int32_t* errors;             /* as for treewy_commit; may be null */
+  int64_t weight_stride;       /* layer; in elements, like all strides */
+  int64_t bias_stride;         /* layer */
+  int64_t x_stride[3];          /* layer, row, node */
+  int64_t conv_state_stride[3]; /* layer, slot, tap */
+  int64_t a_stride[3];          /* layer, row, node */
+  int64_t b_stride[3];
+  int64_t A_log_stride;   /* layer */
+  int64_t dt_bias_stride; /* layer */
+  int32_t dtype;          /* treewy_dtype of x and conv_state */
+  int32_t gate_dtype;     /* treewy_dtype of a and b */
+  int32_t tile;           /* treewy_commit_inputs_tile */
+  int32_t items;          /* as for treewy_commit */
+} treewy_commit_inputs_params;
+
+/* u_i = beta_i (v_i - alpha_i S_(i-1) k_i) and S_i = alpha_i S_(i-1) + u_i k_i^T along the path. */
+TREEWY_API treewy_status treewy_commit_inputs(const treewy_commit_inputs_params* params,
+                                              treewy_stream stream);
+
+/* ------------------------------------------------------------------ convolution (tree_conv.cu)
+ *
+ * C channels, width W in [2, TREEWY_MAX_CONV_WIDTH]; `weight` [C, W] with the node's own tap last.
+ * Inputs, outputs and windows have one type; the windows hold raw inputs, oldest first.
+ */
 
 typedef struct treewy_tree_conv_params {
   treewy_tree tree;
@@ -280,8 +339,8 @@ typedef struct treewy_tree_verify_params {
   const float* A_log;      /* [HV] */
   const float* dt_bias;    /* [HV] */
   void* out;               /* [B, N, HV, V] in dtype */
-  void* u;                 /* pseudo-values [B, N, HV, V] in u_dtype */
-  float* g;                /* each node's own log decay [B, N, HV] */
+  void* u;                 /* pseudo-values [B, N, HV, V] in u_dtype; null with g: no stash */
+  float* g;                /* each node's own log decay [B, N, HV], or null */
   int64_t q_stride[3];     /* row, node, head; in elements, like all strides */
   int64_t k_stride[3];
   int64_t v_stride[3];
@@ -292,11 +351,12 @@ typedef struct treewy_tree_verify_params {
   int64_t g_stride[2];
   int32_t dtype;           /* treewy_dtype of q, k, v and out */
   int32_t gate_dtype;      /* treewy_dtype of a and b */
-  int32_t u_dtype;         /* TREEWY_FLOAT32 */
+  int32_t u_dtype;         /* TREEWY_FLOAT32, or TREEWY_BFLOAT16 where the state is */
   int32_t tile;            /* treewy_verify_tile */
 } treewy_tree_verify_params;
 
-/* Outputs of all nodes of the trees, and the stash that a commit needs. Never writes the state. */
+/* Outputs of all nodes of the trees, and the stash that treewy_commit needs; without u and g the
+ * outputs alone, for treewy_commit_inputs. Never writes the state. */
 TREEWY_API treewy_status treewy_tree_verify(const treewy_tree_verify_params* params,
                                             treewy_stream stream);
 

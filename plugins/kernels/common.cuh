@@ -19,4 +19,17 @@ __attribute__((format(printf, 2, 3))) treewy_status fail(treewy_status status, c
 // TREEWY_CUDA_ERROR with CUDA's own text; clears the error where CUDA does not keep it.
 treewy_status fail_cuda(const char* operation, cudaError_t error) noexcept;
 
+// Blocks of a launch.
+struct Grid {
+    int64_t x;
+    int64_t y;
+    Grid(int64_t along_x, int64_t along_y = 1) : x(along_x), y(along_y) {}
+};
+
+inline treewy_status check_grid(const char* name, const Grid& grid) {
+    if (grid.x <= INT32_MAX && grid.y <= 65535) return TREEWY_OK;
+    return fail(TREEWY_UNSUPPORTED, "%s: %lld by %lld blocks, at most %d by 65535 can be launched",
+                name, static_cast<long long>(grid.x), static_cast<long long>(grid.y), INT32_MAX);
+}
+
 }  // namespace treewy

@@ -87,21 +87,22 @@ __device__ __forceinline__ double warp_prefix(double x, double* total) {
 
 #if !defined(TREEWY_ON_HOST)
 
-// The block's dynamic shared memory.
+// The block's dynamic shared memory. Its address is kept in a register, from where it comes cheaper
+// than from the special registers that make it.
 __device__ __forceinline__ unsigned char* shared_memory() {
     extern __shared__ __align__(16) unsigned char treewy_shared[];
-    return treewy_shared;
+    uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(treewy_shared));
+    asm volatile("" : "+r"(base));
+    return static_cast<unsigned char*>(__cvta_shared_to_generic(base));
 }
 
 // Launches `kernel` with one parameter; `name` is the operation, for messages.
 template <typename Params>
-treewy_status launch(const char* name, void (*kernel)(Params), int64_t blocks, int threads,
+treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid, int threads,
                      size_t shared, treewy_stream stream, const Params& params) {
-    if (blocks <= 0) return TREEWY_OK;
-    if (blocks > INT32_MAX) {
-        return fail(TREEWY_UNSUPPORTED, "%s: %lld blocks of threads, at most %d can be launched",
-                    name, static_cast<long long>(blocks), INT32_MAX);
-    }
+    if (grid.x <= 0 || grid.y <= 0) return TREEWY_OK;
+    const treewy_status fits = check_grid(name, grid);
+    if (fits != TREEWY_OK) return fits;
     const void* function = reinterpret_cast<const void*>(kernel);
     if (shared > 48 * 1024) {
         const cudaError_t status = cudaFuncSetAttribute(
@@ -109,9 +110,10 @@ treewy_status launch(const char* name, void (*kernel)(Params), int64_t blocks, i
         if (status != cudaSuccess) return fail_cuda(name, status);
     }
     void* arguments[] = {const_cast<Params*>(&params)};
-    const cudaError_t status = cudaLaunchKernel(function, dim3(static_cast<unsigned>(blocks)),
-                                                dim3(static_cast<unsigned>(threads)), arguments,
-                                                shared, static_cast<cudaStream_t>(stream));
+    const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
+    const cudaError_t status =
+        cudaLaunchKernel(function, blocks, dim3(static_cast<unsigned>(threads)), arguments, shared,
+                         static_cast<cudaStream_t>(stream));
     return status == cudaSuccess ? TREEWY_OK : fail_cuda(name, status);
 }
 

@@ -7,15 +7,13 @@
 // them exact (8 bits of significand a term). A product of two values is the sum over the pairs of
 // terms (i, j) with i + j <= 2; what is left out is below 2^-24 of the product.
 //
-// The order of k inside a dot product is free if both operands have the same one. Here a lane of
-// the group of four takes 8 neighbours, k = 32 m + 8 c + {0..7}, for two steps of the instruction:
-//     step s, slot 2c + e     <-  k = 32 m + 8 c + 4 s + e
-//     step s, slot 2c + 8 + e <-  k = 32 m + 8 c + 4 s + 2 + e       c = lane % 4, e = 0, 1
-// so that fragments of A and of B alike are 16 (32 for float32) contiguous bytes of a row.
+// With g = lane / 4 and c = lane % 4, a step of the instruction takes of a row its 16 elements
+// 16 s .., a lane the pairs 2 c and 8 + 2 c of them. 16-bit rows come by ldmatrix, straight into
+// the registers of the instruction; float32 rows by loads of pairs, which are then split.
 //
-// Banks: the 8 lanes that a 16-byte access serves at a time read two rows, g = lane / 4 even and
-// odd, at four chunks each. Rows are multiples of 128 bytes, so chunks of odd rows are swapped
-// within 8 (16-bit types: by 4; float32, whose lanes read every other chunk: by 1).
+// Banks: rows are multiples of 128 bytes, so the 16-byte chunks of a row lie swapped by its index
+// g: 16-bit types by g, as ldmatrix reads one chunk of 8 rows at a time; float32 by 2 (g % 4), as
+// half a warp reads two chunks of 4 rows.
 #pragma once
 
 #include "device.cuh"
@@ -28,26 +26,23 @@ struct Operand;
 template <>
 struct Operand<__nv_bfloat16> {
     static constexpr int kTerms = 1;
-    static constexpr int kSwap = 4;
 };
 template <>
 struct Operand<__half> {
     static constexpr int kTerms = 2;
-    static constexpr int kSwap = 4;
 };
 template <>
 struct Operand<float> {
     static constexpr int kTerms = 3;
-    static constexpr int kSwap = 1;
 };
 
 inline constexpr int kMaxOrder =
     2;  // of the pairs of terms (i, j) those with i + j up to this count
 
-// 16 bytes at `chunk` of a row with `odd` g, in a row that starts at `row`.
+// Where 16 bytes at `chunk` of a row with index `g` lie.
 template <typename T>
-__device__ __forceinline__ int swapped_chunk(int chunk, int odd) {
-    return chunk ^ (odd ? Operand<T>::kSwap : 0);
+__device__ __forceinline__ int swapped_chunk(int chunk, int g) {
+    return chunk ^ (sizeof(T) == 4 ? (g & 3) << 1 : g & 7);
 }
 
 // ------------------------------------------------------------------ the machine
@@ -71,8 +66,33 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(kLater) : "memory");
 }
 
-// What depends on x is not computed before this.
-__device__ __forceinline__ void keep_order(int& x) { asm volatile("" : "+r"(x)); }
+// Four matrices of 8 rows of 16 bytes: lane l gives the address of row l % 8 of matrix l / 8, and
+// gets of matrix i the 4 bytes at 4 c of row g as words[i].
+__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], const unsigned char* row) {
+    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// 2^x to two units in the last place; zero where the result would be subnormal.
+__device__ __forceinline__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Barrier `id` (1 to 15; 0 is the whole block's) of kThreads threads: waits for them all, or only
+// says that this one was here.
+template <int kThreads>
+__device__ __forceinline__ void sync_at(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+template <int kThreads>
+__device__ __forceinline__ void arrive_at(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
 
 // sum += A B for A [16, 16] and B [16, 8]. With g = lane / 4 and c = lane % 4:
 //     a: (row g, k 2c..), (row g + 8, k 2c..), (row g, k 2c + 8..), (row g + 8, k 2c + 8..)
@@ -84,6 +104,14 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
         "{%8, %9}, {%0, %1, %2, %3};\n"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The same for A [16, 8] and B [8, 8]: a0 and a1, b0 alone.
+__device__ __forceinline__ void mma_half(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+        "{%0, %1, %2, %3};\n"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(b0));
 }
 
 #endif  // TREEWY_ON_HOST
@@ -111,95 +139,152 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&terms)[k
     }
 }
 
-// 8 neighbours of a row as terms of the two steps: word 0 for slots 2c.., word 1 for 2c + 8.
+// Operand A of a step: 16 rows, 16 elements.
 template <typename T>
-struct Fragment {
+struct FragmentA {
+    uint32_t x[Operand<T>::kTerms][4];
+};
+
+// Operand B of two steps: 8 rows, 32 elements.
+template <typename T>
+struct FragmentB {
     uint32_t x[Operand<T>::kTerms][2][2];
 };
 
-// `row` starts a row in shared memory; `group` is m.
+// Terms of two neighbours of a 16-bit type.
 template <typename T>
-__device__ __forceinline__ Fragment<T> load_fragment(const unsigned char* row, int group, int c,
-                                                     int odd) {
-    Fragment<T> fragment;
-    if constexpr (sizeof(T) == 4) {
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-            const int chunk = swapped_chunk<T>(8 * group + 2 * c + step, odd);
-            const float4 value = *reinterpret_cast<const float4*>(row + 16 * chunk);
-            uint32_t first[3], second[3];
-            split(value.x, value.y, first);
-            split(value.z, value.w, second);
-#pragma unroll
-            for (int term = 0; term < 3; ++term) {
-                fragment.x[term][step][0] = first[term];
-                fragment.x[term][step][1] = second[term];
-            }
-        }
+__device__ __forceinline__ void split_word(uint32_t word, uint32_t (&terms)[Operand<T>::kTerms]) {
+    if constexpr (Operand<T>::kTerms == 1) {
+        terms[0] = word;
     } else {
-        const int chunk = swapped_chunk<T>(4 * group + c, odd);
-        const uint4 value = *reinterpret_cast<const uint4*>(row + 16 * chunk);
-        const uint32_t words[4] = {value.x, value.y, value.z, value.w};
-#pragma unroll
-        for (int word = 0; word < 4; ++word) {
-            if constexpr (Operand<T>::kTerms == 1) {
-                fragment.x[0][word / 2][word % 2] = words[word];
-            } else {
-                const __half low = __ushort_as_half(static_cast<unsigned short>(words[word]));
-                const __half high =
-                    __ushort_as_half(static_cast<unsigned short>(words[word] >> 16));
-                uint32_t terms[2];
-                split(__half2float(low), __half2float(high), terms);
-                fragment.x[0][word / 2][word % 2] = terms[0];
-                fragment.x[1][word / 2][word % 2] = terms[1];
-            }
-        }
+        const __half low = __ushort_as_half(static_cast<unsigned short>(word));
+        const __half high = __ushort_as_half(static_cast<unsigned short>(word >> 16));
+        split(__half2float(low), __half2float(high), terms);
     }
-    return fragment;
 }
 
-// sum += A B over one step, of the pairs of terms with kFirst <= i + j <= kLast; `a0` and `a1` are
-// rows g and g + 8.
+// Terms of the pair at 2 c of eight float32 elements of a row with index g.
+__device__ __forceinline__ void load_pair(const unsigned char* row, int eighth, int g, int c,
+                                          uint32_t (&terms)[3]) {
+    const int chunk = swapped_chunk<float>(2 * eighth + c / 2, g);
+    const float2 pair = *reinterpret_cast<const float2*>(row + 16 * chunk + c % 2 * 8);
+    split(pair.x, pair.y, terms);
+}
+
+// Step `step` of 16 rows: row i < 8 at i kStep bytes, row 8 + i at kHalf bytes more, both with
+// index i.
+template <typename T, int kStep, int kHalf>
+__device__ __forceinline__ FragmentA<T> load_a(const unsigned char* rows, int step, int lane) {
+    FragmentA<T> a;
+    if constexpr (sizeof(T) == 4) {
+        const int g = lane / 4, c = lane % 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint32_t terms[3];
+            load_pair(rows + g * kStep + i % 2 * kHalf, 2 * step + i / 2, g, c, terms);
+#pragma unroll
+            for (int term = 0; term < 3; ++term) a.x[term][i] = terms[term];
+        }
+    } else {
+        const int g = lane % 8, half = lane / 8 % 2, eighth = lane / 16;
+        const unsigned char* row = rows + g * kStep + half * kHalf;
+        uint32_t words[4];
+        load_matrices(words, row + 16 * swapped_chunk<T>(2 * step + eighth, g));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint32_t terms[Operand<T>::kTerms];
+            split_word<T>(words[i], terms);
+#pragma unroll
+            for (int term = 0; term < Operand<T>::kTerms; ++term) a.x[term][i] = terms[term];
+        }
+    }
+    return a;
+}
+
+// Steps 2 pair and 2 pair + 1 of 8 rows, kStep bytes apart.
+template <typename T, int kStep>
+__device__ __forceinline__ FragmentB<T> load_b(const unsigned char* rows, int pair, int lane) {
+    FragmentB<T> b;
+    uint32_t words[4];
+    if constexpr (sizeof(T) == 2) {
+        const int g = lane % 8;
+        load_matrices(words, rows + g * kStep + 16 * swapped_chunk<T>(4 * pair + lane / 8, g));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        uint32_t terms[Operand<T>::kTerms];
+        if constexpr (sizeof(T) == 4) {
+            load_pair(rows + lane / 4 * kStep, 4 * pair + i, lane / 4, lane % 4, terms);
+        } else {
+            split_word<T>(words[i], terms);
+        }
+#pragma unroll
+        for (int term = 0; term < Operand<T>::kTerms; ++term) b.x[term][i / 2][i % 2] = terms[term];
+    }
+    return b;
+}
+
+// sum += A B over a step, `odd` the second of B's, of the pairs of terms with
+// kFirst <= i + j <= kLast.
 template <int kFirst, int kLast, typename A, typename B>
-__device__ __forceinline__ void multiply(float (&sum)[4], const Fragment<A>& a0,
-                                         const Fragment<A>& a1, const Fragment<B>& b, int step) {
+__device__ __forceinline__ void multiply(float (&sum)[4], const FragmentA<A>& a,
+                                         const FragmentB<B>& b, int odd) {
 #pragma unroll
     for (int i = 0; i < Operand<A>::kTerms; ++i) {
 #pragma unroll
         for (int j = 0; j < Operand<B>::kTerms; ++j) {
             if (i + j < kFirst || i + j > kLast) continue;
-            mma(sum, a0.x[i][step][0], a1.x[i][step][0], a0.x[i][step][1], a1.x[i][step][1],
-                b.x[j][step][0], b.x[j][step][1]);
+            mma(sum, a.x[i][0], a.x[i][1], a.x[i][2], a.x[i][3], b.x[j][odd][0], b.x[j][odd][1]);
         }
     }
 }
 
 // ------------------------------------------------------------------ rows
 
+// How threads share the 16-byte chunks of rows: all chunks of kPerPass rows at a time.
+template <typename T, int kDim, int kRows, int kThreads>
+struct RowCopy {
+    static constexpr int kChunks = kDim / kPer16Bytes<T>;
+    static constexpr int kAcross = kChunks < kThreads ? kChunks : kThreads;  // threads of a row
+    static constexpr int kSteps = kChunks / kAcross;
+    static constexpr int kPerPass = kThreads / kAcross < kRows ? kThreads / kAcross : kRows;
+    static constexpr int kPasses = kRows / kPerPass;
+    static constexpr int kActive = kPerPass * kAcross;  // threads that have something to do
+};
+
 // Copies rows [0, valid) of `from` (rows `stride` elements apart) and zeroes rows [valid, kRows);
-// asynchronously where `aligned`: 16-byte aligned rows. kShift: the bit of a row's index that is
-// the lowest of its g. The threads take the chunks in turn.
-template <typename T, int kDim, int kRows, int kThreads, int kShift>
-__device__ __forceinline__ void load_rows(unsigned char* to, const T* from, int64_t stride,
-                                          int valid, bool aligned, int thread) {
-    constexpr int kPerChunk = kPer16Bytes<T>, kChunks = kDim / kPerChunk, kAll = kRows * kChunks;
+// asynchronously where kAligned: 16-byte aligned rows. kShift: the bit of a row's number that is
+// the lowest of its index g.
+template <typename T, int kDim, int kRows, int kThreads, int kShift, bool kAligned>
+__device__ __forceinline__ void load_rows(unsigned char* to, const T* from, int stride, int valid,
+                                          int thread) {
+    using Copy = RowCopy<T, kDim, kRows, kThreads>;
+    if (Copy::kActive < kThreads && thread >= Copy::kActive) return;
+    const int first = thread / Copy::kAcross;
+    const T* source = from + first * stride + thread % Copy::kAcross * kPer16Bytes<T>;
 #pragma unroll
-    for (int start = 0; start < kAll; start += kThreads) {
-        const int index = start + thread;
-        if (kAll % kThreads != 0 && index >= kAll) break;
-        const int row = index / kChunks, chunk = index % kChunks;
-        unsigned char* place =
-            to + (row * kChunks + swapped_chunk<T>(chunk, (row >> kShift) & 1)) * 16;
-        const T* source = from + row * stride + chunk * kPerChunk;
-        if (row >= valid) {
-            *reinterpret_cast<uint4*>(place) = make_uint4(0, 0, 0, 0);
-        } else if (aligned) {
-            copy_async(place, source);
-        } else {
-            Vec<T, kPerChunk> value;
+    for (int pass = 0; pass < Copy::kPasses; ++pass) {
+        const int above = pass * Copy::kPerPass, row = above + first;
+        // Passes are powers of two.
+        const int g = (Copy::kPerPass > 1 << kShift ? row : above) >> kShift;
 #pragma unroll
-            for (int i = 0; i < kPerChunk; ++i) value.x[i] = source[i];
-            *reinterpret_cast<Vec<T, kPerChunk>*>(place) = value;
+        for (int step = 0; step < Copy::kSteps; ++step) {
+            // Where g is a constant, this is a lane's own address, one bit pattern and a constant.
+            const int own = 16 * (thread % Copy::kAcross) ^ 16 * swapped_chunk<T>(0, g);
+            unsigned char* place = to + first * Copy::kChunks * 16 + own +
+                                   (above * Copy::kChunks + step * Copy::kAcross) * 16;
+            const T* at =
+                source + pass * Copy::kPerPass * stride + step * Copy::kAcross * kPer16Bytes<T>;
+            if (row >= valid) {
+                *reinterpret_cast<uint4*>(place) = make_uint4(0, 0, 0, 0);
+            } else if constexpr (kAligned) {
+                copy_async(place, at);
+            } else {
+                Vec<T, kPer16Bytes<T>> value;
+#pragma unroll
+                for (int i = 0; i < kPer16Bytes<T>; ++i) value.x[i] = at[i];
+                *reinterpret_cast<Vec<T, kPer16Bytes<T>>*>(place) = value;
+            }
         }
     }
 }
@@ -208,20 +293,23 @@ __device__ __forceinline__ void load_rows(unsigned char* to, const T* from, int6
 // itself.
 template <typename T, int kDim, int kRows, int kThreads, int kShift>
 __device__ __forceinline__ void zero_rows(unsigned char* to, int first, int thread) {
-    constexpr int kChunks = kDim / kPer16Bytes<T>;
-    if (first >= kRows) return;
-    for (int index = thread; index < kRows * kChunks; index += kThreads) {
-        const int row = index / kChunks, chunk = index % kChunks;
+    using Copy = RowCopy<T, kDim, kRows, kThreads>;
+    if (first >= kRows || thread >= Copy::kActive) return;
+    for (int row = thread / Copy::kAcross; row < kRows; row += Copy::kPerPass) {
         if (row < first) continue;
-        const int place = row * kChunks + swapped_chunk<T>(chunk, (row >> kShift) & 1);
-        *reinterpret_cast<uint4*>(to + place * 16) = make_uint4(0, 0, 0, 0);
+        for (int step = 0; step < Copy::kSteps; ++step) {
+            const int chunk =
+                swapped_chunk<T>(step * Copy::kAcross + thread % Copy::kAcross, row >> kShift);
+            *reinterpret_cast<uint4*>(to + (row * Copy::kChunks + chunk) * 16) =
+                make_uint4(0, 0, 0, 0);
+        }
     }
 }
 
-// Element `at` of a row in shared memory; for what need not be fast.
+// Element `at` of a row with index g in shared memory; for what need not be fast.
 template <typename T>
-__device__ __forceinline__ float row_element(const unsigned char* row, int at, int odd) {
-    const int chunk = swapped_chunk<T>(at / kPer16Bytes<T>, odd);
+__device__ __forceinline__ float row_element(const unsigned char* row, int at, int g) {
+    const int chunk = swapped_chunk<T>(at / kPer16Bytes<T>, g);
     return as_float(reinterpret_cast<const T*>(row + 16 * chunk)[at % kPer16Bytes<T>]);
 }
 

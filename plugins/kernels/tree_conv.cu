@@ -17,6 +17,7 @@
 // channels of 16 bits that is 512 KiB a row. Operations: 2 W + one exponential a value.
 
 #include "device.cuh"
+#include "silu.cuh"
 
 namespace treewy {
 namespace {
@@ -25,16 +26,6 @@ constexpr int kThreads = 128;
 constexpr int kMaxNodesOfBlock = 16;
 constexpr int kTokensOfBlock = 32;
 constexpr int64_t kEnoughBlocks = 1024;  // several for every multiprocessor
-
-// SiLU; 16-bit results do not see the error of the fast exponential.
-template <typename T>
-__device__ __forceinline__ float silu(float x) {
-    if constexpr (sizeof(T) == 4) {
-        return x / (1.0f + expf(-x));
-    } else {
-        return __fdividef(x, 1.0f + __expf(-x));
-    }
-}
 
 template <int kVec>
 struct Channels {
@@ -126,7 +117,7 @@ struct Filter {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
             if (has_bias) sum->x[i] = __fadd_rn(sum->x[i], bias[i]);
-            sum->x[i] = silu<T>(sum->x[i]);
+            sum->x[i] = silu<sizeof(T) == 4>(sum->x[i]);
         }
     }
 };

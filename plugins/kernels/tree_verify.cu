@@ -17,12 +17,13 @@ bool moves_in(int bytes, const void* data, const int64_t (&stride)[kStrides], in
     return fits;
 }
 
-bool all_aligned(const treewy_tree_verify_params& p, int lane_rows) {
-    const int size = dtype_bytes(p.dtype);
+bool all_aligned(const treewy_tree_verify_params& p, int tile) {
+    const int size = dtype_bytes(p.dtype), lane_rows = 2 * verify_tile(tile).tiles_per_warp;
     return moves_in(16, p.q, p.q_stride, size) && moves_in(16, p.k, p.k_stride, size) &&
-           moves_in(lane_rows * size, p.v, p.v_stride, size) &&
+           moves_in(16, p.v, p.v_stride, size) &&
            moves_in(lane_rows * size, p.out, p.out_stride, size) &&
-           moves_in(lane_rows * 4, p.u, p.u_stride, 4);
+           (p.u == nullptr ||
+            moves_in(lane_rows * dtype_bytes(p.u_dtype), p.u, p.u_stride, dtype_bytes(p.u_dtype)));
 }
 
 treewy_status check_pointer(const void* pointer, const char* name) {
@@ -45,9 +46,7 @@ treewy_status check_pointers(const treewy_tree_verify_params& p) {
                {p.b, "b"},
                {p.A_log, "A_log"},
                {p.dt_bias, "dt_bias"},
-               {p.out, "out"},
-               {p.u, "u"},
-               {p.g, "g"}};
+               {p.out, "out"}};
     for (const auto& one : all) {
         const treewy_status status = check_pointer(one.pointer, one.name);
         if (status != TREEWY_OK) return status;
@@ -83,6 +82,30 @@ treewy_status check_sizes(const treewy_tree_verify_params& p) {
     return TREEWY_OK;
 }
 
+// Offsets within a row of the batch are 32-bit numbers.
+treewy_status check_strides(const treewy_tree_verify_params& p) {
+    const struct {
+        const int64_t (&stride)[3];
+        const char* name;
+    } all[] = {{p.q_stride, "q"},
+               {p.k_stride, "k"},
+               {p.v_stride, "v"},
+               {p.out_stride, "out"},
+               {p.u_stride, "u"}};
+    for (const auto& one : all) {
+        const int64_t node = one.stride[1], head = one.stride[2];
+        const bool fits =
+            node >= 0 && head >= 0 && node < INT32_MAX && head < INT32_MAX &&
+            node * p.tree.max_nodes + head * p.state.value_heads <= INT32_MAX - TREEWY_MAX_HEAD_DIM;
+        if (fits || (p.u == nullptr && one.name[0] == 'u')) continue;
+        return fail(TREEWY_UNSUPPORTED,
+                    "%s: strides of %s are %lld elements a node and %lld a head: the nodes of a "
+                    "row must lie within 2^31 elements",
+                    kName, one.name, static_cast<long long>(node), static_cast<long long>(head));
+    }
+    return TREEWY_OK;
+}
+
 treewy_status check_types(const treewy_tree_verify_params& p) {
     if (!is_float_dtype(p.dtype) || !is_float_dtype(p.gate_dtype)) {
         return fail(TREEWY_UNSUPPORTED,
@@ -93,8 +116,15 @@ treewy_status check_types(const treewy_tree_verify_params& p) {
         return fail(TREEWY_UNSUPPORTED, "%s: state dtype is %d, must be float32 or bfloat16", kName,
                     p.state.dtype);
     }
-    if (p.u_dtype != TREEWY_FLOAT32) {
-        return fail(TREEWY_UNSUPPORTED, "%s: u_dtype is %d, must be float32", kName, p.u_dtype);
+    if (p.u_dtype != TREEWY_FLOAT32 &&
+        (p.u_dtype != TREEWY_BFLOAT16 || p.state.dtype != TREEWY_BFLOAT16)) {
+        return fail(TREEWY_UNSUPPORTED,
+                    "%s: u_dtype is %d, must be float32, or bfloat16 where the state is bfloat16",
+                    kName, p.u_dtype);
+    }
+    if ((p.u == nullptr) != (p.g == nullptr)) {
+        return fail(TREEWY_INVALID_ARGUMENT, "%s: %s is null: u and g are written both or neither",
+                    kName, p.u == nullptr ? "u" : "g");
     }
     if (p.tile < TREEWY_VERIFY_AUTO || p.tile > TREEWY_VERIFY_ROWS_128_WARPS_8) {
         return fail(TREEWY_INVALID_ARGUMENT, "%s: tile is %d, must be one of treewy_verify_tile",
@@ -133,6 +163,7 @@ treewy_status check(const treewy_tree_verify_params& p) {
     treewy_status status = check_sizes(p);
     if (status == TREEWY_OK && p.tree.batch > 0 && p.tree.max_nodes > 0) status = check_pointers(p);
     if (status == TREEWY_OK) status = check_types(p);
+    if (status == TREEWY_OK) status = check_strides(p);
     if (status == TREEWY_OK) status = check_history(p);
     return status;
 }
@@ -167,32 +198,67 @@ void prefer_shared_memory(void (*kernel)(VerifyArgs)) {
 #endif
 }
 
+NodeStrides node_strides(const int64_t (&stride)[3]) {
+    return {static_cast<int>(stride[1]), static_cast<int>(stride[2])};
+}
+
 template <typename Types>
 treewy_status launch_types(const treewy_tree_verify_params& p, const VerifyLayout& layout,
                            treewy_stream stream) {
     prefer_shared_memory(tree_verify_kernel<Types>);
-    VerifyArgs args{p, layout, p.state.value_dim / Types::kRows, all_aligned(p, 2 * Types::kTiles)};
+    const int tiles = p.state.value_dim / Types::kRows;
+    const int ratio = p.state.value_heads / p.state.key_heads;
+    VerifyArgs args{p,
+                    node_strides(p.q_stride),
+                    node_strides(p.k_stride),
+                    node_strides(p.v_stride),
+                    node_strides(p.out_stride),
+                    node_strides(p.u_stride),
+                    layout,
+                    inverse_of(tiles),
+                    inverse_of(ratio)};
     // treewy_history is of all layers: of its strides the slot's counts here.
     args.params.history.u_stride[0] = p.history.u_stride[1];
     args.params.history.k_stride[0] = p.history.k_stride[1];
     args.params.history.g_stride[0] = p.history.g_stride[1];
-    const int64_t blocks = int64_t{p.tree.batch} * p.state.value_heads * args.tiles;
-    return launch(kName, tree_verify_kernel<Types>, blocks, Types::kThreads,
+    const Grid grid(int64_t{p.state.value_heads} * tiles, p.tree.batch);
+    return launch(kName, tree_verify_kernel<Types>, grid, Types::kThreads,
                   static_cast<size_t>(layout.total), stream, args);
+}
+
+// At most 16 nodes without a history: for the head dim of the models there are.
+template <typename Input, typename State, int kKeyDim, int kTiles, int kWarps>
+treewy_status launch_blocks(const treewy_tree_verify_params& p, const VerifyLayout& layout,
+                            treewy_stream stream) {
+    if constexpr (kKeyDim == 128 && sizeof(Input) == 2) {
+        if (layout.node_blocks == 1 && layout.history_blocks == 0) {
+            return launch_types<
+                VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kOneBlock>>(p, layout,
+                                                                                      stream);
+        }
+    }
+    return launch_types<VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kAny>>(p, layout,
+                                                                                         stream);
 }
 
 template <typename Input, typename State, int kKeyDim>
 treewy_status launch_tile(int tile, const treewy_tree_verify_params& p, const VerifyLayout& layout,
                           treewy_stream stream) {
-    if constexpr (sizeof(Input) == 2 && sizeof(State) == 2) {
-        if (tile == TREEWY_VERIFY_ROWS_128) {
-            return launch_types<VerifyTypes<Input, State, kKeyDim, 2, 4>>(p, layout, stream);
+    if (!all_aligned(p, tile)) {
+        return launch_types<VerifyTypes<Input, State, kKeyDim, 1, 4, Nodes::kUnaligned>>(p, layout,
+                                                                                         stream);
+    }
+    if constexpr (sizeof(Input) == 2) {
+        if constexpr (sizeof(State) == 2) {
+            if (tile == TREEWY_VERIFY_ROWS_128) {
+                return launch_blocks<Input, State, kKeyDim, 2, 4>(p, layout, stream);
+            }
         }
         if (tile == TREEWY_VERIFY_ROWS_128_WARPS_8) {
-            return launch_types<VerifyTypes<Input, State, kKeyDim, 1, 8>>(p, layout, stream);
+            return launch_blocks<Input, State, kKeyDim, 1, 8>(p, layout, stream);
         }
     }
-    return launch_types<VerifyTypes<Input, State, kKeyDim, 1, 4>>(p, layout, stream);
+    return launch_blocks<Input, State, kKeyDim, 1, 4>(p, layout, stream);
 }
 
 template <typename Input, typename State>
@@ -227,7 +293,9 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
     const int terms = p.dtype == TREEWY_FLOAT32 ? 3 : p.dtype == TREEWY_FLOAT16 ? 2 : 1;
     const int64_t heads = int64_t{p.tree.batch} * p.state.value_heads;
     int tile = p.tile;
-    if (tile == TREEWY_VERIFY_AUTO) {
+    if (!all_aligned(p, TREEWY_VERIFY_ROWS_64)) {
+        tile = TREEWY_VERIFY_ROWS_64;  // the only one for what is not aligned
+    } else if (tile == TREEWY_VERIFY_AUTO) {
         tile = choose_tile(p.state.value_dim, state_bytes, terms, p.tree.max_nodes, heads,
                            device.multiprocessors);
     } else if (!tile_exists(tile, p.state.value_dim, state_bytes, terms)) {
@@ -242,10 +310,10 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
                             input_bytes,
                             state_bytes,
                             state_bytes == 4 || input_bytes == 4 ? 3 : 2};
-    VerifyLayout layout = verify_layout(shape, verify_tile(tile).rows);
+    VerifyLayout layout = best_layout(shape, verify_tile(tile).rows, device.shared_bytes);
     if (layout.total > device.shared_bytes && p.tile == TREEWY_VERIFY_AUTO) {
         tile = TREEWY_VERIFY_ROWS_64;
-        layout = verify_layout(shape, verify_tile(tile).rows);
+        layout = best_layout(shape, verify_tile(tile).rows, device.shared_bytes);
     }
     if (layout.total > device.shared_bytes) {
         return fail(

@@ -9,12 +9,36 @@
 
 namespace treewy {
 
+// Strides within a row of the batch, in elements.
+struct NodeStrides {
+    int node;
+    int head;
+};
+
 struct VerifyArgs {
     treewy_tree_verify_params params;
+    NodeStrides q, k, v, out, u;
     VerifyLayout layout;
-    int tiles;     // blocks that share a value head
-    bool aligned;  // vectors of every tensor may be moved at once
+    uint32_t tiles_inverse;  // 2^32 over the blocks that share a value head
+    uint32_t ratio_inverse;  // 2^32 over the value heads that share a key head
 };
+
+// 2^32 / divisor, rounded up; 0 for 1.
+inline uint32_t inverse_of(int divisor) {
+    return static_cast<uint32_t>((uint64_t{1} << 32) / static_cast<uint64_t>(divisor)) +
+           (divisor > 1 && (divisor & (divisor - 1)) != 0 ? 1u : 0u);
+}
+
+// x / divisor for what is far below 2^16.
+__device__ __forceinline__ unsigned divide(unsigned x, uint32_t inverse) {
+    return inverse == 0 ? x : __umulhi(x, inverse);
+}
+
+// Barriers beside the block's: of the rows' warps; of the helpers; of the rows' warps and the
+// helper that inverted the weights of block r of a group, kInverseBarrier + r.
+inline constexpr int kRowsBarrier = 1;
+inline constexpr int kHelperBarrier = 2;
+inline constexpr int kInverseBarrier = 3;
 
 // What a block works on.
 struct VerifyWork {
@@ -28,20 +52,26 @@ struct VerifyWork {
     bool first_tile;
 };
 
-// Addresses that depend on `work` are computed after this, not kept in registers from before.
-__device__ __forceinline__ void compute_here(VerifyWork& work) {
-    keep_order(work.row);
-    keep_order(work.head);
-}
+enum class Nodes {
+    kOneBlock,  // at most 16 nodes and no history, so that the layout is known to the compiler
+    kAny,
+    kUnaligned,  // any; vectors of the tensors may not be moved at once
+};
 
-template <typename Input_, typename State_, int kKeyDim_, int kTiles_, int kWarps_>
+template <typename Input_, typename State_, int kKeyDim_, int kTiles_, int kWarps_, Nodes kNodes>
 struct VerifyTypes {
     using Input = Input_;
     using State = State_;
     static constexpr int kKeyDim = kKeyDim_;
     static constexpr int kTiles = kTiles_;  // of 16 rows of V, a warp
-    static constexpr int kWarps = kWarps_;
-    static constexpr int kThreads = kWarps * kWarp;
+    static constexpr int kWarps = kWarps_;  // that own rows
+    static constexpr bool kOneBlock = kNodes == Nodes::kOneBlock;
+    static constexpr bool kAligned = kNodes != Nodes::kUnaligned;
+    static constexpr int kRowThreads = kWarps * kWarp;
+    static constexpr int kHelpers = kOneBlock ? 1 : 2;  // warps that prepare the nodes
+    static constexpr int kHelperThreads = kHelpers * kWarp;
+    static constexpr int kNodesPerHelper = kOneBlock ? 1 : TREEWY_MAX_NODES / kHelperThreads;
+    static constexpr int kThreads = kRowThreads + kHelperThreads;
     static constexpr int kWarpRows = 16 * kTiles;
     static constexpr int kRows = kWarps * kWarpRows;
     static constexpr int kStateShift = kTiles == 2 ? 2 : 1;  // the lowest bit of g in a row of V
@@ -49,10 +79,24 @@ struct VerifyTypes {
     static constexpr int kInputRowBytes = kKeyDim * static_cast<int>(sizeof(Input));
     static constexpr bool kSumApart = sizeof(State) == 4;  // small terms of sums, in float32's way
     static constexpr int kWeightTerms = sizeof(State) == 4 || sizeof(Input) == 4 ? 3 : 2;
-    // Blocks that registers are to allow on a multiprocessor: as many as its memory holds where
-    // that matters, which is five of 16 nodes and 32 KiB of state. Some pointers spill for it.
-    static constexpr bool kManyBlocks = kTiles == 2 || sizeof(State) == 4;
-    static constexpr int kMinBlocks = kWarps == 8 ? 3 : sizeof(Input) == 2 && kManyBlocks ? 5 : 4;
+    static constexpr int kUnroll = sizeof(State) == 4 || sizeof(Input) == 4 ? 1 : 4;
+    // Blocks that registers are to allow on a multiprocessor.
+    static constexpr int kMinBlocks = !kOneBlock                          ? 2
+                                      : kWarps == 8                       ? 3
+                                      : kTiles == 1 && sizeof(State) == 2 ? 5
+                                                                          : 4;
+    static constexpr VerifyLayout kLayout =
+        verify_layout(VerifyShape{kKeyDim, 0, kNodeBlock, 0, static_cast<int>(sizeof(Input)),
+                                  static_cast<int>(sizeof(State)), kWeightTerms},
+                      kRows, 1);
+};
+
+// Of a node: beta, decay from S_0 over |k| and over |q| (with K^-1/2), decay from S_0.
+struct alignas(16) NodeFactors {
+    float beta;
+    float key;
+    float query;
+    float from_root;
 };
 
 // Pointers into the block's shared memory.
@@ -60,39 +104,62 @@ struct Shared {
     unsigned char* state;
     unsigned char* keys;
     unsigned char* queries;
+    unsigned char* values;
     uint4* weights;
-    float4* known_u;
+    float* dense;
+    uint4* known_u;
     unsigned char* history_keys;
     float2* history_sum;
     float2* path_sum;
-    float* from_root;
+    NodeFactors* factors;
     float* beta;
     float* key_norm;
     float* query_norm;
     uint32_t* ancestors;
+    uint32_t* related;
     int* not_finite;
+    int* votes;
     int mask_words;
 };
 
-__device__ __forceinline__ Shared place_shared(const VerifyLayout& layout) {
+template <typename Types>
+__device__ __forceinline__ Shared place_shared(const VerifyLayout& general) {
     unsigned char* base = shared_memory();
+    constexpr VerifyLayout kOne = Types::kLayout;
+    const VerifyLayout& layout = Types::kOneBlock ? kOne : general;
     Shared at;
     at.state = base + layout.state;
     at.keys = base + layout.keys;
     at.queries = base + layout.queries;
+    at.values = base + layout.values;
+    at.dense = reinterpret_cast<float*>(base + layout.dense);
     at.weights = reinterpret_cast<uint4*>(base + layout.weights);
-    at.known_u = reinterpret_cast<float4*>(base + layout.known_u);
+    at.known_u = reinterpret_cast<uint4*>(base + layout.known_u);
     at.history_keys = base + layout.history_keys;
     at.history_sum = reinterpret_cast<float2*>(base + layout.history_sum);
     at.path_sum = reinterpret_cast<float2*>(base + layout.path_sum);
-    at.from_root = reinterpret_cast<float*>(base + layout.from_root);
+    at.factors = reinterpret_cast<NodeFactors*>(base + layout.factors);
     at.beta = reinterpret_cast<float*>(base + layout.beta);
     at.key_norm = reinterpret_cast<float*>(base + layout.key_norm);
     at.query_norm = reinterpret_cast<float*>(base + layout.query_norm);
     at.ancestors = reinterpret_cast<uint32_t*>(base + layout.ancestors);
+    at.related = reinterpret_cast<uint32_t*>(base + layout.related);
     at.not_finite = reinterpret_cast<int*>(base + layout.not_finite);
+    at.votes = at.not_finite + 1;
     at.mask_words = layout.mask_words;
     return at;
 }
+
+// Node blocks [first, first + count), whose weights and queries lie in shared memory.
+struct Group {
+    int first;
+    int count;
+    int history_blocks;
+
+    // Where the pairs of the group's block r lie: history blocks, node blocks before it, itself.
+    __device__ __forceinline__ int pairs_before(int r) const {
+        return r * (history_blocks + first) + r * (r + 1) / 2;
+    }
+};
 
 }  // namespace treewy

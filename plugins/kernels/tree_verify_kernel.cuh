@@ -11,18 +11,21 @@
 // K^-1/2 and the decays are float32 factors on the sums. G is a path sum, taken in double and kept
 // as two floats, so that G_t - G_i is exact to a float's rounding.
 //
-// Threads. A block owns `rows` of V of one (row, value head); a warp 16 or 32 of them, all K. The
-// nodes go by blocks of 16, d = 0, 1, ..., of which e < d are solved:
+// Threads. A block owns `rows` of V of one (row, value head); a warp 16 or 32 of them, all K. One
+// or two more warps, the helpers, prepare the nodes. The nodes go by blocks of 16, d = 0, 1, ..:
 //
-// 1. Gram: K_d K_e^T and Q_d K_e^T, masked by ancestry, times decays and norms, are the weights
-//    W_de (of B, negated) and C_de in shared memory. Divided among the warps.
-// 2. T_d = (I + B_dd)^-1 by one warp, while the others do 3. Products of (I - beta k k^T) are
-//    contractions, so that no entry of T_d exceeds 1.
+// 1. Helpers: gates, path sums and ancestors, by pointer jumping. Meanwhile the rows' warps take
+//    norms and, of block 0, step 3, which waits for nothing but rows and state.
+// 2. Gram: K_d K_e^T and Q_d K_e^T, masked by ancestry, times decays and norms, are the weights
+//    W_de (of B, negated) and C_de in shared memory. A helper inverts I - W within 8 nodes. All
+//    node blocks of a group have their weights in shared memory at once; pairs of node blocks
+//    without an ancestor are left out.
 // 3. S_0 [K_d; Q_d]^T: S_0 is operand A, rows of V, straight from where cp.async put it; nodes are
 //    columns. Norms, decays, v and beta make it R and the first part of o, in registers.
-// 4. R += sum over e of W_de U_e;  U_d = T_d R;  o += sum over e <= d of C_de U_e. The sums of one
-//    product are the operand A of the next in the same registers. Lanes own neighbouring rows of
-//    V, row (2 tiles) g + 2 tile + half, so that v, u and out move in whole sectors.
+// 4. R += sum over e of W_de U_e, e < d; U_d from R by 8 nodes and then the other 8;
+//    o += sum over e <= d of C_de U_e. The sums of one product are the operand A of the next in
+//    the same registers, so that steps 3 and 4 need no barrier but for the inverse. Lanes own
+//    neighbouring rows of V, row (2 tiles) g + 2 tile + half: v, u and out move in whole sectors.
 //
 // All four are products on tensor cores over exact bfloat16 terms (fragment.cuh): three a value
 // where the state is float32; in step 4 two where it is bfloat16 (2^-17 of the correction). The
@@ -33,16 +36,16 @@
 // ancestors alone. Padded nodes are zeroed on the way in.
 //
 // Floor, Qwen3.5-35B-A3B, N nodes, a row of the batch. Bytes: the state, 1 MiB (bf16) or 2 MiB
-// (fp32), and 40 KiB a node (q, k, v, out 24, u 16). At 16 nodes, batch 64, 4.28 TB/s: 25.5 us
-// (bf16), 41 us (fp32). Operations, bf16 state, n = N / 16 node blocks: 80 n + 16 n^2 mma a warp,
-// 96 at 16 nodes, 384 at 40. At 4 cycles each that is an eighth of the memory's time, and a third.
+// (fp32), and 40 KiB a node (q, k, v, out 24, u 16). At 16 nodes, batch 64, 4.33 TB/s: 25 us
+// (bf16), 41 us (fp32). Operations, bf16 state, n = N / 16 node blocks: about 80 n + 15 n^2 mma a
+// warp of 32 rows. At 6.4 cycles each that is a fifth of the memory's time at 16 nodes, half at 40.
 //
-// Why this version. A thread per column of V with the sums in shared memory costs a round trip and
-// N^2 FMAs a thread, more than half of the memory's time at 40 nodes; this costs the same for trees
-// and chains, since it never looks at the shape. State through cp.async, not registers: 32 KiB a
-// block in flight, five blocks a multiprocessor at 16 nodes. Not a bulk copy: it cannot swap
-// chunks, and reading would meet two-way bank conflicts. Queries come 16 at a time, so that three
-// blocks of 40 nodes fit a multiprocessor. docs/kernels.md has what an H200 made of it.
+// Why this version (docs/kernels.md has the steps and what each gave). Time went to waiting, not to
+// bytes: for loads that came one after the other (values and gates are asked for before anything
+// that they do not need), for one warp's serial work (helpers, halves of 8 nodes), and to moves
+// between registers (ldmatrix puts operands where the instruction wants them). At most 16 nodes
+// have a kernel of their own, whose layout the compiler knows. State through cp.async, not bulk
+// copies: its chunks are swapped against bank conflicts on the way.
 #pragma once
 
 #include "tree_verify_selecting.cuh"
@@ -50,99 +53,26 @@
 
 namespace treewy {
 
-// R and the first part of o of node block d: S_0 [K_d; Q_d]^T with norms, decays, v and beta.
-template <typename Types>
-__device__ __forceinline__ void apply_state(const Shared& shared, int d, int warp, int lane,
-                                            const LaneRows<Types> (&v)[2][2],
-                                            Tile<Types::kTiles>& rhs, Tile<Types::kTiles>& out) {
-    using Input = typename Types::Input;
-    using State = typename Types::State;
-    constexpr int kTiles = Types::kTiles;
-    const int g = lane / 4, c = lane % 4, odd = g & 1;
-    const unsigned char* rows =
-        shared.state + (warp * Types::kWarpRows + 2 * kTiles * g) * Types::kStateRowBytes;
-    const unsigned char* keys = shared.keys + (d * kNodeBlock + g) * Types::kInputRowBytes;
-    const unsigned char* queries = shared.queries + g * Types::kInputRowBytes;
-    Tile<kTiles> total[2] = {zero_tile<kTiles>(), zero_tile<kTiles>()};
-#pragma unroll 4
-    for (int group = 0; group < Types::kKeyDim / 32; ++group) {
-        Fragment<State> a[kTiles][2];
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                a[i][half] = load_fragment<State>(rows + (2 * i + half) * Types::kStateRowBytes,
-                                                  group, c, odd);
-            }
-        }
-#pragma unroll
-        for (int kind = 0; kind < 2; ++kind) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const unsigned char* nodes =
-                    (kind == 0 ? keys : queries) + 8 * j * Types::kInputRowBytes;
-                const Fragment<Input> b = load_fragment<Input>(nodes, group, c, odd);
-#pragma unroll
-                for (int i = 0; i < kTiles; ++i) {
-                    float (&sum)[4] = total[kind].x[i][j];
-                    if constexpr (Types::kSumApart) {
-                        // Tensor cores cut sums off: few of them at full size, the small first.
-                        float part[4] = {};
-                        multiply<1, kMaxOrder>(part, a[i][0], a[i][1], b, 0);
-                        multiply<1, kMaxOrder>(part, a[i][0], a[i][1], b, 1);
-                        multiply<0, 0>(part, a[i][0], a[i][1], b, 0);
-                        multiply<0, 0>(part, a[i][0], a[i][1], b, 1);
-#pragma unroll
-                        for (int at = 0; at < 4; ++at) sum[at] += part[at];
-                    } else {
-                        multiply<0, kMaxOrder>(sum, a[i][0], a[i][1], b, 0);
-                        multiply<0, kMaxOrder>(sum, a[i][0], a[i][1], b, 1);
-                    }
-                }
-            }
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int t = node_of(d, j, c, e);
-            const float from_root = shared.from_root[t], beta = shared.beta[t];
-            const float key_factor = from_root * shared.key_norm[t];
-            const float query_factor = from_root * shared.query_norm[t];
-#pragma unroll
-            for (int i = 0; i < 2 * kTiles; ++i) {
-                const int tile = i / 2, at = i % 2 * 2 + e;
-                rhs.x[tile][j][at] =
-                    beta * (as_float(v[j][e].x[i]) - key_factor * total[0].x[tile][j][at]);
-                out.x[tile][j][at] = query_factor * total[1].x[tile][j][at];
-            }
-        }
-    }
-}
-
-// Rows of node block d into its 16 rows of shared memory; rows from `valid` on become zero.
+// Rows of node block d into 16 rows of shared memory; rows from `valid` on become zero.
 template <typename Types>
 __device__ __forceinline__ void load_nodes(unsigned char* to, const typename Types::Input* from,
-                                           int64_t stride, int d, int valid, bool aligned,
-                                           int thread) {
-    load_rows<typename Types::Input, Types::kKeyDim, kNodeBlock, Types::kThreads, 0>(
-        to, from + d * kNodeBlock * stride, stride, valid - d * kNodeBlock, aligned, thread);
+                                           int stride, int d, int valid, int thread) {
+    load_rows<typename Types::Input, Types::kKeyDim, kNodeBlock, Types::kRowThreads, 0,
+              Types::kAligned>(to, from + d * kNodeBlock * stride, stride, valid - d * kNodeBlock,
+                               thread);
 }
 
 template <typename Types>
 __device__ __forceinline__ VerifyWork find_work(const VerifyArgs& args) {
-    const treewy_tree_verify_params& p = args.params;
-    const unsigned tiles = static_cast<unsigned>(args.tiles);
-    const unsigned heads = static_cast<unsigned>(p.state.value_heads);
-    unsigned block = blockIdx.x;
     VerifyWork work;
-    work.first_tile = block % tiles == 0;
-    work.first_row = static_cast<int>(block % tiles) * Types::kRows;
-    block /= tiles;
-    work.head = static_cast<int>(block % heads);
-    work.row = static_cast<int>(block / heads);
-    work.key_head = work.head / (p.state.value_heads / p.state.key_heads);
+    const unsigned block = blockIdx.x, head = divide(block, args.tiles_inverse);
+    const unsigned tiles = args.params.state.value_dim / Types::kRows;
+    const unsigned tile = block - head * tiles;
+    work.first_tile = tile == 0;
+    work.first_row = static_cast<int>(tile) * Types::kRows;
+    work.head = static_cast<int>(head);
+    work.row = static_cast<int>(blockIdx.y);
+    work.key_head = static_cast<int>(divide(head, args.ratio_inverse));
     return work;
 }
 
@@ -158,7 +88,7 @@ __device__ __forceinline__ void read_row(const treewy_tree_verify_params& p, Ver
     }
 }
 
-// Where a thread stands.
+// Where a thread of the rows' warps stands.
 struct Place {
     int thread;
     int warp;
@@ -167,10 +97,37 @@ struct Place {
 };
 
 template <typename Types>
-__device__ __forceinline__ const typename Types::Input* queries_of(
-    const treewy_tree_verify_params& p, const VerifyWork& work) {
-    return static_cast<const typename Types::Input*>(p.q) + work.row * p.q_stride[0] +
-           work.key_head * p.q_stride[2];
+__device__ __forceinline__ int group_size(const VerifyArgs& args) {
+    return Types::kOneBlock ? 1 : args.layout.group;
+}
+
+template <typename Types>
+__device__ __forceinline__ void set_count(const VerifyArgs& args, const VerifyWork& work,
+                                          Group& group) {
+    const int left = (work.nodes + kNodeBlock - 1) / kNodeBlock - group.first;
+    group.count = min(group_size<Types>(args), left);
+}
+
+template <typename Types>
+__device__ __forceinline__ void next_group(const VerifyArgs& args, const VerifyWork& work,
+                                           Group& group) {
+    group.first += group.count;
+    set_count<Types>(args, work, group);
+    if (Types::kOneBlock) group.count = 0;
+}
+
+// Starts the copies of the queries of a group.
+template <typename Types>
+__device__ __forceinline__ void copy_queries(const VerifyArgs& args, const Shared& shared,
+                                             const VerifyWork& work, int first, int count,
+                                             int valid, int thread) {
+    const treewy_tree_verify_params& p = args.params;
+    const auto* from = static_cast<const typename Types::Input*>(p.q) + work.row * p.q_stride[0] +
+                       work.key_head * args.q.head;
+    for (int r = 0; r < count; ++r) {
+        load_nodes<Types>(shared.queries + r * kNodeBlock * Types::kInputRowBytes, from,
+                          args.q.node, first + r, valid, thread);
+    }
 }
 
 // Starts the copies of what does not wait for the slot: all keys and the first queries. What lies
@@ -179,28 +136,29 @@ template <typename Types>
 __device__ __forceinline__ void copy_nodes(const VerifyArgs& args, const Shared& shared,
                                            const VerifyWork& work, int thread) {
     const treewy_tree_verify_params& p = args.params;
-    const int max_nodes = p.tree.max_nodes;
     const auto* keys = static_cast<const typename Types::Input*>(p.k) + work.row * p.k_stride[0] +
-                       work.key_head * p.k_stride[2];
-    for (int d = 0; d < args.layout.node_blocks; ++d) {
-        load_nodes<Types>(shared.keys + d * kNodeBlock * Types::kInputRowBytes, keys, p.k_stride[1],
-                          d, max_nodes, args.aligned, thread);
+                       work.key_head * args.k.head;
+    const int blocks = Types::kOneBlock ? 1 : args.layout.node_blocks;
+    for (int d = 0; d < blocks; ++d) {
+        load_nodes<Types>(shared.keys + d * kNodeBlock * Types::kInputRowBytes, keys, args.k.node,
+                          d, p.tree.max_nodes, thread);
     }
-    load_nodes<Types>(shared.queries, queries_of<Types>(p, work), p.q_stride[1], 0, max_nodes,
-                      args.aligned, thread);
+    copy_queries<Types>(args, shared, work, 0, group_size<Types>(args), p.tree.max_nodes, thread);
 }
 
 template <typename Types>
 __device__ __forceinline__ void zero_padding(const Shared& shared, const VerifyWork& work,
-                                             int blocks, int thread) {
+                                             int blocks, int group, int thread) {
     using Input = typename Types::Input;
-    for (int at = work.nodes / kNodeBlock; at < blocks; ++at) {
-        zero_rows<Input, Types::kKeyDim, kNodeBlock, Types::kThreads, 0>(
-            shared.keys + at * kNodeBlock * Types::kInputRowBytes, work.nodes - at * kNodeBlock,
-            thread);
+    constexpr int kBlockBytes = kNodeBlock * Types::kInputRowBytes;
+    for (int d = work.nodes / kNodeBlock; d < blocks; ++d) {
+        const int first = work.nodes - d * kNodeBlock;
+        zero_rows<Input, Types::kKeyDim, kNodeBlock, Types::kRowThreads, 0>(
+            shared.keys + d * kBlockBytes, first, thread);
+        if (d >= group) continue;
+        zero_rows<Input, Types::kKeyDim, kNodeBlock, Types::kRowThreads, 0>(
+            shared.queries + d * kBlockBytes, first, thread);
     }
-    zero_rows<Input, Types::kKeyDim, kNodeBlock, Types::kThreads, 0>(shared.queries, work.nodes,
-                                                                     thread);
 }
 
 template <typename Types>
@@ -209,14 +167,13 @@ __device__ __forceinline__ void copy_history(const VerifyArgs& args, const Share
                                              int thread) {
     constexpr int kKeyDim = Types::kKeyDim;
     const treewy_tree_verify_params& p = args.params;
-    const int64_t stride = int64_t{p.state.key_heads} * kKeyDim;
-    const float* from =
-        p.history.k + work.slot * p.history.k_stride[0] + work.key_head * int64_t{kKeyDim};
+    const int stride = p.state.key_heads * kKeyDim;
+    const float* from = p.history.k + work.slot * p.history.k_stride[0] + work.key_head * kKeyDim;
     for (int at = 0; at < history_blocks; ++at) {
         const int start = at * kNodeBlock;
-        load_rows<float, kKeyDim, kNodeBlock, Types::kThreads, 0>(
+        load_rows<float, kKeyDim, kNodeBlock, Types::kRowThreads, 0, true>(
             shared.history_keys + start * kKeyDim * 4, from + start * stride, stride,
-            work.history - start, true, thread);
+            work.history - start, thread);
     }
 }
 
@@ -231,146 +188,284 @@ __device__ __forceinline__ void copy_state(const VerifyArgs& args, const Shared&
         int64_t{work.head} * p.state.value_dim + work.first_row + at.warp * Types::kWarpRows;
     const State* from =
         static_cast<const State*>(p.state.data) + work.slot * p.state.slot_stride + row * kKeyDim;
-    load_rows<State, kKeyDim, Types::kWarpRows, kWarp, Types::kStateShift>(
+    load_rows<State, kKeyDim, Types::kWarpRows, kWarp, Types::kStateShift, true>(
         shared.state + at.warp * Types::kWarpRows * Types::kStateRowBytes, from, kKeyDim,
-        Types::kWarpRows, true, at.lane);
+        Types::kWarpRows, at.lane);
 }
 
+// Starts the copies of a warp's values of node block d.
 template <typename Types>
-struct Values {
-    LaneRows<Types> x[2][2];  // [j][e], of node 8 j + 2 c + e
-};
-
-template <typename Types>
-__device__ __forceinline__ void load_values(const VerifyArgs& args, VerifyWork work, int d,
-                                            const Place& at, Values<Types>& v) {
-    using Input = typename Types::Input;
+__device__ __forceinline__ void copy_values(const VerifyArgs& args, const Shared& shared,
+                                            const VerifyWork& work, int d, const Place& at) {
     const treewy_tree_verify_params& p = args.params;
-    compute_here(work);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        LaneRows<Types>& rows = v.x[i / 2][i % 2];
-        const int t = node_of(d, i / 2, at.lane % 4, i % 2);
-#pragma unroll
-        for (int row = 0; row < 2 * Types::kTiles; ++row) rows.x[row] = zero<Input>();
-        if (t >= work.nodes) continue;
-        rows = load_lane<Input, 2 * Types::kTiles>(
-            static_cast<const Input*>(p.v) + at_node(p.v_stride, work, t, at.first), args.aligned);
-    }
+    const auto* from =
+        static_cast<const typename Types::Input*>(p.v) +
+        at_head(p.v_stride[0], args.v, work, work.first_row + at.warp * Types::kWarpRows);
+    Values<Types>(shared, d, at.warp).copy(from, args.v.node, d, p.tree.max_nodes, at.lane);
 }
 
-// Step 4 for node block d: takes R and the first part of o, leaves U in `rhs` and o in `out`.
-template <typename Types>
-__device__ __forceinline__ void solve_block(const VerifyArgs& args, const Shared& shared,
-                                            const VerifyWork& work, int history_blocks, int d,
-                                            bool keep, const Place& at, Tile<Types::kTiles>& rhs,
-                                            Tile<Types::kTiles>& out) {
-    constexpr int kTiles = Types::kTiles, kTerms = Types::kWeightTerms;
-    constexpr bool kApart = Types::kSumApart;
-    for (int block = 0; block < history_blocks + d; ++block) {
-        Tile<kTiles> known;
-        if (block < history_blocks) {
-            known = load_history<Types>(args, work, block, at.first, at.lane % 4);
-        } else {
-            const float4* from = known_u_at<Types>(shared, block - history_blocks, at.thread);
+// S_0 [K_d; Q_d]^T of a warp's rows, as the sums come: total[0] for the keys, total[1] for the
+// queries of block r of the group. kColumns: 1 where the block has at most 8 nodes.
+template <typename Types, int kColumns>
+__device__ __forceinline__ void multiply_state(const Shared& shared, int d, int r, int warp,
+                                               int lane, Tile<Types::kTiles> (&total)[2]) {
+    using Input = typename Types::Input;
+    using State = typename Types::State;
+    constexpr int kTiles = Types::kTiles;
+    constexpr int kStateRow = Types::kStateRowBytes, kInputRow = Types::kInputRowBytes;
+    const unsigned char* rows = shared.state + warp * Types::kWarpRows * kStateRow;
+    const unsigned char* nodes_of[2] = {shared.keys + d * kNodeBlock * kInputRow,
+                                        shared.queries + r * kNodeBlock * kInputRow};
+    total[0] = total[1] = zero_tile<kTiles>();
+#pragma unroll Types::kUnroll
+    for (int pair = 0; pair < Types::kKeyDim / 32; ++pair) {
+        FragmentA<State> a[kTiles][2];
 #pragma unroll
-            for (int i = 0; i < 2 * kTiles; ++i) {
-                const float4 value = from[i * Types::kThreads];
-                float (&x)[4] = known.x[i / 2][i % 2];
-                x[0] = value.x, x[1] = value.y, x[2] = value.z, x[3] = value.w;
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+                a[i][odd] = load_a<State, 2 * kTiles * kStateRow, kStateRow>(
+                    rows + 2 * i * kStateRow, 2 * pair + odd, lane);
             }
         }
-        const auto terms = split_tile<kTerms>(known);
-        apply<kApart>(rhs, terms, weights_at<kTerms>(shared, block, 0), at.lane);
-        apply<kApart>(out, terms, weights_at<kTerms>(shared, block, 1), at.lane);
-    }
-    const int diagonal = history_blocks + d;
-    apply<kApart>(rhs, split_tile<kTerms>(rhs), weights_at<kTerms>(shared, diagonal, 0), at.lane);
-    if (keep) {
-        float4* to = known_u_at<Types>(shared, d, at.thread);
 #pragma unroll
-        for (int i = 0; i < 2 * kTiles; ++i) {
-            const float (&x)[4] = rhs.x[i / 2][i % 2];
-            to[i * Types::kThreads] = make_float4(x[0], x[1], x[2], x[3]);
+        for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+            for (int j = 0; j < kColumns; ++j) {
+                const auto b =
+                    load_b<Input, kInputRow>(nodes_of[kind] + 8 * j * kInputRow, pair, lane);
+#pragma unroll
+                for (int i = 0; i < kTiles; ++i) {
+                    float (&sum)[4] = total[kind].x[i][j];
+                    if constexpr (Types::kSumApart) {
+                        // Tensor cores cut sums off: few of them at full size, the small first.
+                        float part[4] = {};
+                        multiply<1, kMaxOrder>(part, a[i][0], b, 0);
+                        multiply<1, kMaxOrder>(part, a[i][1], b, 1);
+                        multiply<0, 0>(part, a[i][0], b, 0);
+                        multiply<0, 0>(part, a[i][1], b, 1);
+#pragma unroll
+                        for (int at = 0; at < 4; ++at) sum[at] += part[at];
+                    } else {
+                        multiply<0, kMaxOrder>(sum, a[i][0], b, 0);
+                        multiply<0, kMaxOrder>(sum, a[i][1], b, 1);
+                    }
+                }
+            }
         }
     }
-    apply<kApart>(out, split_tile<kTerms>(rhs), weights_at<kTerms>(shared, diagonal, 1), at.lane);
+}
+
+template <typename Types>
+__device__ __forceinline__ void multiply_state(const Shared& shared, const VerifyWork& work, int d,
+                                               int r, const Place& at,
+                                               Tile<Types::kTiles> (&total)[2]) {
+    if (work.nodes - d * kNodeBlock > kNodeBlock / 2) {
+        multiply_state<Types, 2>(shared, d, r, at.warp, at.lane, total);
+    } else {
+        multiply_state<Types, 1>(shared, d, r, at.warp, at.lane, total);
+    }
+}
+
+// Makes those sums R and the first part of o: norms, decays, v and beta.
+template <typename Types>
+__device__ __forceinline__ void finish_state(const Shared& shared, const VerifyWork& work, int d,
+                                             const Place& at, Tile<Types::kTiles> (&total)[2]) {
+    const Values<Types> values(shared, d, at.warp);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int t = node_of(d, j, at.lane % 4, e);
+            const NodeFactors factor = shared.factors[t];
+            const auto v = values.at(j, e, at.lane);
+#pragma unroll
+            for (int i = 0; i < 2 * Types::kTiles; ++i) {
+                float& rhs = total[0].x[i / 2][j][i % 2 * 2 + e];
+                float& out = total[1].x[i / 2][j][i % 2 * 2 + e];
+                const float value = t < work.nodes ? as_float(v.x[i]) : 0.0f;
+                rhs = factor.beta * (value - factor.key * rhs);
+                out *= factor.query;
+            }
+        }
+    }
+}
+
+// Step 4 for block r of the group: takes R and the first part of o, leaves U in `rhs`, o in `out`.
+template <typename Types>
+__device__ __forceinline__ void solve_block(const VerifyArgs& args, const Shared& shared,
+                                            const VerifyWork& work, const Group& group, int r,
+                                            bool keep, const Place& at, Tile<Types::kTiles>& rhs,
+                                            Tile<Types::kTiles>& out) {
+    constexpr int kTerms = Types::kWeightTerms;
+    constexpr bool kApart = Types::kSumApart;
+    const int d = group.first + r;
+    int pair = group.pairs_before(r);
+    for (int block = 0; !Types::kOneBlock && block < group.history_blocks; ++block, ++pair) {
+        const auto terms =
+            split_tile<kTerms>(load_history<Types>(args, work, block, at.first, at.lane % 4));
+        apply<kApart>(rhs, terms, weights_at<kTerms>(shared, pair, 0), at.lane);
+        apply<kApart>(out, terms, weights_at<kTerms>(shared, pair, 1), at.lane);
+    }
+    const uint32_t related = !Types::kOneBlock && d > 0 ? shared.related[d] : 0;
+    for (int e = 0; !Types::kOneBlock && e < d; ++e, ++pair) {
+        if (!((related >> e) & 1u)) continue;
+        const auto terms = load_known<Types>(shared, e, at.thread);
+        apply<kApart>(rhs, terms, weights_at<kTerms>(shared, pair, 0), at.lane);
+        apply<kApart>(out, terms, weights_at<kTerms>(shared, pair, 1), at.lane);
+    }
+    const bool two = work.nodes - d * kNodeBlock > kNodeBlock / 2;
+    const auto terms =
+        solve_own<kApart, kTerms>(rhs, weights_at<kTerms>(shared, pair, 0), two, at.lane);
+    if (!Types::kOneBlock && keep) keep_known<Types>(shared, d, at.thread, terms);
+    apply<kApart>(out, terms, weights_at<kTerms>(shared, pair, 1), at.lane);
+}
+
+template <typename Types>
+__device__ __forceinline__ Group first_group(const VerifyArgs& args, const VerifyWork& work) {
+    Group group{0, 0, Types::kOneBlock ? 0 : (work.history + kNodeBlock - 1) / kNodeBlock};
+    set_count<Types>(args, work, group);
+    return group;
+}
+
+// What the helper warps do: gates and paths, factors, inverses.
+template <typename Types>
+__device__ __forceinline__ void help(const VerifyArgs& args, const Shared& shared, VerifyWork& work,
+                                     int thread) {
+    constexpr int kTerms = Types::kWeightTerms;
+    const treewy_tree_verify_params& p = args.params;
+    const int helper = thread / kWarp, lane = thread % kWarp;
+    // All loads at once: none of them waits for another.
+    NodeInputs inputs[Types::kNodesPerHelper];
+    read_nodes<Types>(p, work, thread, inputs);
+    const float A_log = p.A_log[work.head], dt_bias = p.dt_bias[work.head];
+    read_row(p, work);
+    if (thread == 0) *shared.not_finite = 0;
+    follow_paths<Types>(args, shared, work, inputs, A_log, dt_bias, thread);
+    for (Group group = first_group<Types>(args, work); group.count > 0;
+         next_group<Types>(args, work, group)) {
+        __syncthreads();  // norms
+        for (int r = helper; r < group.count; r += Types::kHelpers) {
+            make_factors(shared, group.first + r, lane);
+        }
+        __syncthreads();  // weights and factors
+        for (int r = helper; r < group.count; r += Types::kHelpers) {
+            const int pair = group.pairs_before(r) + group.history_blocks + group.first + r;
+            invert<kTerms>(weights_at<kTerms>(shared, pair, 0), shared.dense + r * 128, lane);
+            arrive_at<Types::kRowThreads + kWarp>(kInverseBarrier + r);
+        }
+        __syncthreads();  // the group is done with
+    }
+}
+
+// Starts the copies that rows' warps make, and waits for all but the state.
+template <typename Types>
+__device__ __forceinline__ void start_rows(const VerifyArgs& args, const Shared& shared,
+                                           VerifyWork& work, const Place& at) {
+    copy_nodes<Types>(args, shared, work, at.thread);
+    commit_copies();
+    read_row(args.params, work);
+    const int blocks = (work.nodes + kNodeBlock - 1) / kNodeBlock;
+    if (!Types::kOneBlock && work.history > 0) {
+        copy_history<Types>(args, shared, work, (work.history + kNodeBlock - 1) / kNodeBlock,
+                            at.thread);
+    }
+    commit_copies();
+    if (blocks > 0) {
+        copy_values<Types>(args, shared, work, 0, at);
+        copy_state<Types>(args, shared, work, at);
+    }
+    commit_copies();
+    wait_copies<1>();  // all but the state
+    zero_padding<Types>(shared, work, blocks, group_size<Types>(args), at.thread);
+    sync_at<Types::kRowThreads>(kRowsBarrier);
+}
+
+// Solves the node blocks of a group. `total`: multiply_state of block 0, in the first group.
+template <typename Types>
+__device__ __forceinline__ void solve_group(const VerifyArgs& args, const Shared& shared,
+                                            const VerifyWork& work, const Group& group, int blocks,
+                                            const Place& at, Tile<Types::kTiles> (&total)[2]) {
+    for (int r = 0; r < group.count; ++r) {
+        const int d = group.first + r;
+        if (!Types::kOneBlock) {
+            if (d > 0) {
+                multiply_state<Types>(shared, work, d, r, at, total);
+                wait_copies<0>();  // the values
+                __syncwarp();
+            }
+            if (d + 1 < blocks) {
+                copy_values<Types>(args, shared, work, d + 1, at);
+                commit_copies();
+            }
+        }
+        finish_state<Types>(shared, work, d, at, total);
+        sync_at<Types::kRowThreads + kWarp>(kInverseBarrier + r);
+        solve_block<Types>(args, shared, work, group, r, d + 1 < blocks, at, total[0], total[1]);
+        store_block<Types>(args, work, d, at.first, total[1], total[0], at.lane % 4);
+        if (!is_finite(total[1])) *shared.not_finite = 1;
+    }
+}
+
+// What a warp of the rows does.
+template <typename Types>
+__device__ __forceinline__ void work_rows(const VerifyArgs& args, const Shared& shared,
+                                          VerifyWork& work, const Place& at) {
+    start_rows<Types>(args, shared, work, at);
+    const int blocks = (work.nodes + kNodeBlock - 1) / kNodeBlock;
+    for (Group group = first_group<Types>(args, work); group.count > 0;
+         next_group<Types>(args, work, group)) {
+        if (group.first > 0) {  // the queries of the last group are done with
+            copy_queries<Types>(args, shared, work, group.first, group.count, work.nodes,
+                                at.thread);
+            commit_copies();
+            wait_copies<0>();
+            sync_at<Types::kRowThreads>(kRowsBarrier);
+        }
+        measure_norms<Types>(shared, group, group.first == 0, blocks, at.warp, at.lane);
+        // What need not wait for the helper.
+        float dot[1][4];
+        if (Types::kOneBlock) dot_one_block<Types>(shared, at.warp, at.lane, dot);
+        Tile<Types::kTiles> total[2];
+        if (group.first == 0) {
+            wait_copies<0>();
+            __syncwarp();  // a warp reads what its own lanes copied
+            multiply_state<Types>(shared, work, 0, 0, at, total);
+        }
+        __syncthreads();
+        if (Types::kOneBlock) {
+            weigh_one_block<Types>(shared, at.warp, at.lane, dot);
+        } else {
+            couple_group<Types>(shared, group, work.history, at.warp, at.lane);
+        }
+        __syncthreads();
+        solve_group<Types>(args, shared, work, group, blocks, at, total);
+        __syncthreads();
+    }
+    const Tile<Types::kTiles> nothing = zero_tile<Types::kTiles>();
+    for (int d = blocks; d < args.layout.node_blocks; ++d) {
+        store_block<Types>(args, work, d, at.first, nothing, nothing, at.lane % 4);
+    }
 }
 
 template <typename Types>
 __global__ void __launch_bounds__(Types::kThreads, Types::kMinBlocks)
     tree_verify_kernel(const __grid_constant__ VerifyArgs args) {
-    constexpr int kTiles = Types::kTiles, kTerms = Types::kWeightTerms;
-    // The values of 32 rows would be in the way of the Gram product's registers.
-    constexpr bool kValuesFirst = kTiles == 1;
-    const treewy_tree_verify_params& p = args.params;
-    const Shared shared = place_shared(args.layout);
+    const Shared shared = place_shared<Types>(args.layout);
     VerifyWork work = find_work<Types>(args);
     Place at;
-    // The remainder says that it is not negative, which spares divisions their care for signs.
-    at.thread = static_cast<int>(threadIdx.x % Types::kThreads);
+    at.thread = static_cast<int>(threadIdx.x);
     at.warp = at.thread / kWarp;
     at.lane = at.thread % kWarp;
-    at.first = work.first_row + at.warp * Types::kWarpRows + 2 * kTiles * (at.lane / 4);
-
-    copy_nodes<Types>(args, shared, work, at.thread);
-    commit_copies();
-    const NodeInputs inputs = read_node(p, work, at.thread);
-    read_row(p, work);
-    const int blocks = (work.nodes + kNodeBlock - 1) / kNodeBlock;
-    const int history_blocks = (work.history + kNodeBlock - 1) / kNodeBlock;
-    if (history_blocks > 0) copy_history<Types>(args, shared, work, history_blocks, at.thread);
-    commit_copies();
-    if (blocks > 0) copy_state<Types>(args, shared, work, at);
-    commit_copies();
-
-    follow_paths<Types>(args, shared, work, inputs, at.thread);
-    if (at.thread == 0) *shared.not_finite = 0;
-    for (int d = 0; d < blocks; ++d) {
-        Values<Types> v;
-        if (kValuesFirst) load_values(args, work, d, at, v);
-        if (d == 0) {
-            wait_copies<1>();  // all but the state
-            zero_padding<Types>(shared, work, blocks, at.thread);
-        } else {
-            wait_copies<0>();
-        }
-        __syncthreads();
-        measure_norms<Types>(shared, d, at.thread);
-        __syncthreads();
-        couple_block<Types>(shared, work, history_blocks, d, at.warp, at.lane);
-        if (!kValuesFirst) load_values(args, work, d, at, v);
-        __syncthreads();
-        if (at.warp == 0)
-            invert<kTerms>(weights_at<kTerms>(shared, history_blocks + d, 0), at.lane);
-        if (d == 0) {
-            wait_copies<0>();
-            __syncwarp();  // a warp reads what its own lanes copied
-        }
-        Tile<kTiles> rhs, out;
-        apply_state<Types>(shared, d, at.warp, at.lane, v.x, rhs, out);
-        __syncthreads();
-        const bool more = d + 1 < blocks;
-        if (more) {  // the queries of this node block are done with
-            load_nodes<Types>(shared.queries, queries_of<Types>(p, work), p.q_stride[1], d + 1,
-                              work.nodes, args.aligned, at.thread);
-            commit_copies();
-        }
-        solve_block<Types>(args, shared, work, history_blocks, d, more, at, rhs, out);
-        VerifyWork here = work;
-        compute_here(here);
-        store_tile<Types>(args, here, d, at.first, out, rhs, at.lane % 4);
-        if (!is_finite(rhs) || !is_finite(out)) *shared.not_finite = 1;
+    at.first = work.first_row + at.warp * Types::kWarpRows + 2 * Types::kTiles * (at.lane / 4);
+    if (at.warp >= Types::kWarps) {
+        help<Types>(args, shared, work, at.thread - Types::kRowThreads);
+    } else {
+        work_rows<Types>(args, shared, work, at);
     }
-    wait_copies<0>();
-
-    const Tile<kTiles> nothing = zero_tile<kTiles>();
-    for (int d = blocks; d < args.layout.node_blocks; ++d) {
-        store_tile<Types>(args, work, d, at.first, nothing, nothing, at.lane % 4);
+    if (work.nodes > 0 && *shared.not_finite != 0) {
+        verify_selecting<Types>(args, work, at.warp, at.lane);
     }
-    if (blocks == 0) return;
-    __syncthreads();
-    if (*shared.not_finite != 0) verify_selecting<Types>(args, shared, work, at.thread);
 }
 
 }  // namespace treewy

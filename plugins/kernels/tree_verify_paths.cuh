@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Gates of the nodes, their path sums and their ancestors.
+// Gates of the nodes, their path sums and their ancestors: the work of a block's helper warps while
+// the others wait for keys and take norms. Decays are kept as logarithms of base 2.
 #pragma once
 
 #include "gates.cuh"
@@ -8,117 +9,230 @@
 
 namespace treewy {
 
+inline constexpr double kLog2E = 1.4426950408889634;
+
 __device__ __forceinline__ float2 two_floats(double x) {
     const float high = static_cast<float>(x);
     return make_float2(high, static_cast<float>(x - static_cast<double>(high)));
 }
 
-// exp(to - from), `from` an ancestor of `to` or itself.
+// 2^(to - from), `from` an ancestor of `to` or itself.
 __device__ __forceinline__ float decay_between(float2 to, float2 from) {
-    return expf((to.x - from.x) + (to.y - from.y));
+    return fast_exp2((to.x - from.x) + (to.y - from.y));
 }
 
 __device__ __forceinline__ bool has_bit(const uint32_t* mask, int bit) {
     return (mask[bit / 32] >> (bit % 32)) & 1u;
 }
 
-// Log decay of the whole history, and where each entry lies in it. All threads call it.
-template <typename Types>
-__device__ double sum_history(const VerifyArgs& args, const Shared& shared, const VerifyWork& work,
-                              int thread) {
+// Log decay of the whole history, and, where `keep`, where each entry lies in it. By a warp.
+__device__ __forceinline__ double sum_history(const VerifyArgs& args, const Shared& shared,
+                                              const VerifyWork& work, int lane, bool keep) {
     const treewy_history& history = args.params.history;
     const int64_t heads = args.params.state.value_heads;
     const float* g = history.g + work.slot * history.g_stride[0] + work.head;
-    double total = 0.0;
-    for (int i = 0; i < work.history; ++i) {
-        total += static_cast<double>(g[i * heads]);
-        if (i == thread) shared.history_sum[i] = two_floats(total);
+    double before = 0.0;
+    for (int first = 0; first < work.history; first += kWarp) {
+        const int i = first + lane;
+        const double own = i < work.history ? static_cast<double>(g[i * heads]) * kLog2E : 0.0;
+        double total;
+        const double upto = before + warp_prefix(own, &total) + own;
+        if (keep && i < work.history) shared.history_sum[i] = two_floats(upto);
+        before += total;
     }
-    return total;
+    return before;
 }
 
-// What a thread reads for its node, before it is known whether the node is real.
+// What a helper's thread reads for its node, before it is known whether the node is real: the bits
+// of a and b.
 struct NodeInputs {
-    float a;
-    float b;
-    float A_log;
-    float dt_bias;
+    uint32_t a;
+    uint32_t b;
     int parent;
 };
 
-__device__ __forceinline__ NodeInputs read_node(const treewy_tree_verify_params& p,
-                                                const VerifyWork& work, int node) {
-    NodeInputs inputs{};
-    if (node >= p.tree.max_nodes) return inputs;
-    const int64_t a_at = work.row * p.a_stride[0] + node * p.a_stride[1] + work.head;
-    const int64_t b_at = work.row * p.b_stride[0] + node * p.b_stride[1] + work.head;
-    inputs.a = load_as_float(p.a, p.gate_dtype, a_at);
-    inputs.b = load_as_float(p.b, p.gate_dtype, b_at);
-    inputs.A_log = p.A_log[work.head];
-    inputs.dt_bias = p.dt_bias[work.head];
-    inputs.parent = p.tree.parents[int64_t{work.row} * p.tree.max_nodes + node];
-    return inputs;
+__device__ __forceinline__ float gate_value(uint32_t bits, int dtype) {
+    if (dtype == TREEWY_FLOAT32) return __uint_as_float(bits);
+    if (dtype == TREEWY_BFLOAT16) return low_half(bits);
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
 
-// Gates of all nodes, and by pointer jumping their path sums (on top of the history's) and
-// ancestors. A parent that is not before its node counts as none. A thread a node.
-template <typename Types>
-__device__ void follow_paths(const VerifyArgs& args, const Shared& shared, const VerifyWork& work,
-                             const NodeInputs& inputs, int thread) {
-    const treewy_tree_verify_params& p = args.params;
-    const int nodes = args.layout.node_blocks * kNodeBlock, words = shared.mask_words;
-    double* sums = reinterpret_cast<double*>(shared.weights);
-    int* jumps = reinterpret_cast<int*>(sums + 2 * nodes);
-    uint32_t* masks = reinterpret_cast<uint32_t*>(jumps + 2 * nodes);
+template <typename Bits>
+__device__ __forceinline__ void read_gates(const treewy_tree_verify_params& p,
+                                           const VerifyWork& work, int node, NodeInputs& inputs) {
+    inputs.a =
+        static_cast<const Bits*>(p.a)[work.row * p.a_stride[0] + node * p.a_stride[1] + work.head];
+    inputs.b =
+        static_cast<const Bits*>(p.b)[work.row * p.b_stride[0] + node * p.b_stride[1] + work.head];
+}
 
-    const double before = work.history > 0 ? sum_history<Types>(args, shared, work, thread) : 0.0;
-    float g = 0.0f, beta = 0.0f;
-    int jump = -1;
-    if (thread < work.nodes) {
-        g = log_decay(inputs.a, inputs.A_log, inputs.dt_bias);
-        beta = 1.0f / (1.0f + expf(-inputs.b));
-        if (inputs.parent >= 0 && inputs.parent < thread) jump = inputs.parent;
-    }
-    if (work.first_tile && thread < p.tree.max_nodes) {
-        p.g[work.row * p.g_stride[0] + thread * p.g_stride[1] + work.head] = g;
-    }
-    double sum = static_cast<double>(g);
-    uint32_t mask[4] = {0, 0, 0, 0};
+template <typename Types>
+__device__ __forceinline__ void read_nodes(const treewy_tree_verify_params& p,
+                                           const VerifyWork& work, int thread,
+                                           NodeInputs (&inputs)[Types::kNodesPerHelper]) {
+    const int* parents = p.tree.parents + int64_t{work.row} * p.tree.max_nodes;
 #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-        if (thread / 32 == word) mask[word] = 1u << (thread % 32);
-    }
-    int buffer = 0;
-    for (int span = 1; span < work.nodes; span *= 2) {
-        if (thread < nodes) {
-            sums[buffer + thread] = sum;
-            jumps[buffer + thread] = jump;
-#pragma unroll
-            for (int word = 0; word < 4; ++word) {
-                if (word < words) masks[(buffer + thread) * words + word] = mask[word];
-            }
+    for (int i = 0; i < Types::kNodesPerHelper; ++i) {
+        const int node = min(Types::kHelperThreads * i + thread, p.tree.max_nodes - 1);
+        inputs[i].parent = parents[node];
+        if (p.gate_dtype == TREEWY_FLOAT32) {
+            read_gates<uint32_t>(p, work, node, inputs[i]);
+        } else {
+            read_gates<unsigned short>(p, work, node, inputs[i]);
         }
-        __syncthreads();
-        if (jump >= 0) {
-            const int from = buffer + jump;
-            sum += sums[from];
-            jump = jumps[from];
+    }
+}
+
+template <typename Types>
+__device__ __forceinline__ void sync_helpers() {
+    if constexpr (Types::kHelpers == 1) {
+        __syncwarp();
+    } else {
+        sync_at<Types::kHelperThreads>(kHelperBarrier);
+    }
+}
+
+// A barrier of the helpers; returns whether any of them says `vote`. Another barrier of theirs must
+// come before the next call.
+template <typename Types>
+__device__ __forceinline__ bool any_helper(const Shared& shared, bool vote, int thread) {
+    const bool any = __any_sync(kAllLanes, vote) != 0;
+    if constexpr (Types::kHelpers == 1) {
+        __syncwarp();
+        return any;
+    } else {
+        static_assert(Types::kHelpers == 2);
+        if (thread % kWarp == 0) shared.votes[thread / kWarp] = any;
+        sync_helpers<Types>();
+        return shared.votes[0] != 0 || shared.votes[1] != 0;
+    }
+}
+
+// Node blocks in which a node of this thread's node block has an ancestor; `mask` is the node's.
+template <int kWords>
+__device__ __forceinline__ uint32_t related_blocks(const uint32_t (&mask)[kWords]) {
+    uint32_t bits = 0;
 #pragma unroll
-            for (int word = 0; word < 4; ++word) {
-                if (word < words) mask[word] |= masks[from * words + word];
-            }
+    for (int word = 0; word < kWords; ++word) {
+        if (mask[word] & 0xffffu) bits |= 1u << (2 * word);
+        if (mask[word] >> 16) bits |= 2u << (2 * word);
+    }
+#pragma unroll
+    for (int step = kNodeBlock / 2; step > 0; step /= 2) {
+        bits |= __shfl_xor_sync(kAllLanes, bits, step);
+    }
+    return bits;
+}
+
+// What pointer jumping knows of a node: sum and ancestors of the path from it up to `jump`.
+template <int kWords>
+struct PathEnd {
+    double sum;
+    int jump;  // the next node above, or -1
+    uint32_t mask[kWords];
+};
+
+// Where the helpers keep it for each other.
+template <int kWords>
+struct PathTable {
+    double* sums;
+    int* jumps;
+    uint32_t* masks;
+    int words;
+
+    __device__ __forceinline__ void write(int node, const PathEnd<kWords>& path) const {
+        sums[node] = path.sum;
+        jumps[node] = path.jump;
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+            if (word < words) masks[node * words + word] = path.mask[word];
         }
-        buffer = nodes - buffer;
     }
-    if (thread >= nodes) return;
-    const float2 path_sum = two_floats(before + sum);
-    shared.path_sum[thread] = path_sum;
-    shared.from_root[thread] = expf(path_sum.x + path_sum.y);
-    shared.beta[thread] = beta;
+    // Goes on from where `path` ends.
+    __device__ __forceinline__ void extend(PathEnd<kWords>& path) const {
+        const int from = path.jump;
+        path.sum += sums[from];
 #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-        if (word < words) shared.ancestors[thread * words + word] = mask[word];
+        for (int word = 0; word < kWords; ++word) {
+            if (word < words) path.mask[word] |= masks[from * words + word];
+        }
+        path.jump = jumps[from];
     }
+};
+
+// Gates of all nodes, and by pointer jumping their path sums (on top of the history's) and
+// ancestors. A parent that is not before its node counts as none. A thread of the helpers has one
+// node, or two.
+template <typename Types>
+__device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Shared& shared,
+                                             const VerifyWork& work,
+                                             const NodeInputs (&inputs)[Types::kNodesPerHelper],
+                                             float A_log, float dt_bias, int thread) {
+    constexpr int kEach = Types::kNodesPerHelper;
+    constexpr int kWords = Types::kOneBlock ? 1 : TREEWY_MAX_NODES / 32;
+    const treewy_tree_verify_params& p = args.params;
+    const int nodes = (Types::kOneBlock ? 1 : args.layout.node_blocks) * kNodeBlock;
+    double* sums = reinterpret_cast<double*>(shared.factors);
+    const PathTable<kWords> table{sums, reinterpret_cast<int*>(sums + nodes), shared.ancestors,
+                                  Types::kOneBlock ? 1 : shared.mask_words};
+    double before = 0.0;
+    if (!Types::kOneBlock && work.history > 0) {
+        before = sum_history(args, shared, work, thread % kWarp, thread < kWarp);
+    }
+    PathEnd<kWords> paths[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int node = Types::kHelperThreads * i + thread, parent = inputs[i].parent;
+        const bool real = node < work.nodes;
+        const float g =
+            real ? log_decay(gate_value(inputs[i].a, p.gate_dtype), A_log, dt_bias) : 0.0f;
+        const float b = gate_value(inputs[i].b, p.gate_dtype);
+        paths[i].sum = static_cast<double>(g) * kLog2E;
+        paths[i].jump = real && parent >= 0 && parent < node ? parent : -1;
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+            paths[i].mask[word] = word == node / 32 ? 1u << (node % 32) : 0u;
+        }
+        if (node >= nodes) continue;
+        table.write(node, paths[i]);
+        shared.beta[node] = real ? 1.0f / (1.0f + expf(-b)) : 0.0f;
+        if (work.first_tile && p.g != nullptr && node < p.tree.max_nodes) {
+            p.g[work.row * p.g_stride[0] + node * p.g_stride[1] + work.head] = g;
+        }
+    }
+    for (bool more = true; more;) {
+        sync_helpers<Types>();
+        more = false;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            if (paths[i].jump < 0) continue;
+            table.extend(paths[i]);
+            more = more || paths[i].jump >= 0;
+        }
+        more = any_helper<Types>(shared, more, thread);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int node = Types::kHelperThreads * i + thread;
+            if (node < nodes) table.write(node, paths[i]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int node = Types::kHelperThreads * i + thread;
+        if (node < nodes) shared.path_sum[node] = two_floats(before + paths[i].sum);
+        if (Types::kOneBlock) continue;
+        const uint32_t related = related_blocks(paths[i].mask);
+        if (node < nodes && node % kNodeBlock == 0) shared.related[node / kNodeBlock] = related;
+    }
+}
+
+// The factors of node block d, once its norms are known.
+__device__ __forceinline__ void make_factors(const Shared& shared, int d, int lane) {
+    if (lane >= kNodeBlock) return;
+    const int t = d * kNodeBlock + lane;
+    const float from_root = decay_between(shared.path_sum[t], make_float2(0.0f, 0.0f));
+    shared.factors[t] = {shared.beta[t], from_root * shared.key_norm[t],
+                         from_root * shared.query_norm[t], from_root};
 }
 
 }  // namespace treewy

@@ -11,6 +11,7 @@
 namespace treewy {
 
 inline constexpr int kNodeBlock = 16;  // nodes that are solved at a time
+inline constexpr int kMaxGroup = 4;    // node blocks whose weights lie in shared memory at a time
 
 // What the shared memory of a block depends on.
 struct VerifyShape {
@@ -25,33 +26,37 @@ struct VerifyShape {
 
 struct VerifyTile {
     int rows;            // of V that a block owns
-    int warps;           // of the block
+    int warps;           // of the block, without its helper
     int tiles_per_warp;  // of 16 rows
 };
 
 // Offsets in bytes, all multiples of 16.
 struct VerifyLayout {
-    int state;    // [rows, K]
-    int keys;     // [node_blocks * 16, K]
-    int queries;  // [16, K], those of the node block at hand
-    int weights;  // [history_blocks + node_blocks, 2, terms, 32 lanes, 16 bytes]; path sums before
-    int known_u;  // [node_blocks - 1, rows / 16 * 2, 32 lanes of float4]
+    int state;         // [rows, K]
+    int keys;          // [node_blocks * 16, K]
+    int queries;       // [group * 16, K], those of the group at hand
+    int values;        // [1 or 2 node blocks, warps, 16, rows of a warp]
+    int weights;       // [pairs of a group, 2, terms, 32 lanes, 16 bytes]
+    int dense;         // float [group, 2, 8, 8]: W within 8 nodes, before it is inverted
+    int known_u;       // [node_blocks - 1, terms, rows / 16, 32 lanes, 16 bytes]
     int history_keys;  // float [history_blocks * 16, K]
     int history_sum;   // float2 [history_blocks * 16]
-    int path_sum;    // float2 [node_blocks * 16]: log decay from S_0 to the node, and its low part
-    int from_root;   // float [node_blocks * 16]: its exponential
+    int path_sum;    // float2 [node_blocks * 16]: log2 decay from S_0 to the node, and its low part
+    int factors;     // float4 [node_blocks * 16]: see NodeFactors; sums and jumps before
     int beta;        // float
     int key_norm;    // float: 1 / |k|
     int query_norm;  // float: K^-1/2 / |q|
     int ancestors;   // uint32 [node_blocks * 16, mask_words]: ancestors and self
-    int not_finite;  // int: whether any result is not
+    int related;     // uint32 [node_blocks]: bit e: a node has an ancestor in node block e
+    int not_finite;  // int: whether any result is not; and the helpers' votes, int [2]
     int mask_words;
     int node_blocks;
     int history_blocks;
+    int group;  // node blocks
     int total;
 };
 
-inline int ceil_blocks(int count, int size) { return (count + size - 1) / size; }
+inline constexpr int ceil_blocks(int count, int size) { return (count + size - 1) / size; }
 
 inline VerifyTile verify_tile(int tile) {
     switch (tile) {
@@ -64,31 +69,39 @@ inline VerifyTile verify_tile(int tile) {
     }
 }
 
-// Whether the kernel was compiled for the tile: 128 rows of a float32 state would fill the shared
-// memory with one or two blocks, and inputs other than bfloat16 take more registers.
+// Whether the kernel was compiled for the tile. Inputs of float32 take more registers, and a warp
+// with 32 rows of a float32 state too.
 inline bool tile_exists(int tile, int value_dim, int state_bytes, int input_terms) {
     if (tile == TREEWY_VERIFY_ROWS_64) return value_dim % 64 == 0;
     if (tile != TREEWY_VERIFY_ROWS_128 && tile != TREEWY_VERIFY_ROWS_128_WARPS_8) return false;
-    return value_dim % 128 == 0 && state_bytes == 2 && input_terms < 3;
+    if (tile == TREEWY_VERIFY_ROWS_128 && state_bytes == 4) return false;
+    return value_dim % 128 == 0 && input_terms < 3;
 }
 
-// The tile of AUTO. Many blocks: as much state in flight as the shared memory holds, with as little
-// repeated work as can be. Few: 64 rows, so that more multiprocessors have something to do. More
-// than one node block leaves room for three blocks a multiprocessor; they hide more with 8 warps.
+// The tile of AUTO. Few blocks: 64 rows, so that more multiprocessors have something to do. Many:
+// 128, so that less work is done twice; with a bfloat16 state by warps of 32 rows, which read keys
+// and weights half as often. A float32 state of 128 rows leaves too little shared memory, except
+// where there is little to compute.
 inline int choose_tile(int value_dim, int state_bytes, int input_terms, int max_nodes,
                        int64_t batch_heads, int multiprocessors) {
-    const int wide =
-        max_nodes <= kNodeBlock ? TREEWY_VERIFY_ROWS_128 : TREEWY_VERIFY_ROWS_128_WARPS_8;
+    const int wide = state_bytes == 2 ? TREEWY_VERIFY_ROWS_128 : TREEWY_VERIFY_ROWS_128_WARPS_8;
     if (!tile_exists(wide, value_dim, state_bytes, input_terms)) return TREEWY_VERIFY_ROWS_64;
+    if (state_bytes == 4 && max_nodes > kNodeBlock / 2) return TREEWY_VERIFY_ROWS_64;
     const int64_t blocks = batch_heads * (value_dim / 128);
-    return blocks >= 4 * int64_t{multiprocessors} ? wide : TREEWY_VERIFY_ROWS_64;
+    return blocks >= multiprocessors ? wide : TREEWY_VERIFY_ROWS_64;
 }
 
-inline VerifyLayout verify_layout(const VerifyShape& shape, int rows) {
+// Pairs (node block of a group, block before it or itself), history blocks counted.
+inline constexpr int group_pairs(int group, int node_blocks, int history_blocks) {
+    return group * (history_blocks + node_blocks) - group * (group - 1) / 2;
+}
+
+inline constexpr VerifyLayout verify_layout(const VerifyShape& shape, int rows, int group) {
     VerifyLayout at{};
     at.node_blocks = ceil_blocks(shape.max_nodes, kNodeBlock);
     at.history_blocks = ceil_blocks(shape.history_capacity, kNodeBlock);
     at.mask_words = ceil_blocks(at.node_blocks * kNodeBlock, 32);
+    at.group = group < at.node_blocks ? group : at.node_blocks;
     const int nodes = at.node_blocks * kNodeBlock, entries = at.history_blocks * kNodeBlock;
     int end = 0;
     const auto place = [&end](int bytes) {
@@ -98,22 +111,44 @@ inline VerifyLayout verify_layout(const VerifyShape& shape, int rows) {
     };
     at.state = place(rows * shape.key_dim * shape.state_bytes);
     at.keys = place(nodes * shape.key_dim * shape.input_bytes);
-    at.queries = place(kNodeBlock * shape.key_dim * shape.input_bytes);
-    const int weights = (at.history_blocks + at.node_blocks) * 2 * shape.weight_terms * 512;
-    const int path_scratch = 2 * nodes * (8 + 4 + 4 * at.mask_words);
-    at.weights = place(weights > path_scratch ? weights : path_scratch);
-    at.known_u = place((at.node_blocks - 1) * rows * kNodeBlock * 4);
+    at.queries = place(at.group * kNodeBlock * shape.key_dim * shape.input_bytes);
+    const int value_blocks = at.node_blocks > 1 ? 2 : 1;
+    at.values = place(value_blocks * kNodeBlock * rows * shape.input_bytes);
+    const int pairs = group_pairs(at.group, at.node_blocks, at.history_blocks);
+    const int weights = pairs * 2 * shape.weight_terms * 512;
+    if (at.node_blocks == 1 && at.history_blocks == 0 && weights <= at.values - at.queries) {
+        at.weights = at.queries;  // which are done with by then
+    } else {
+        at.weights = place(weights);
+    }
+    at.dense = place(at.group * 2 * 64 * 4);
+    at.known_u = place((at.node_blocks - 1) * shape.weight_terms * rows * kNodeBlock * 2);
     at.history_keys = place(entries * shape.key_dim * 4);
     at.history_sum = place(entries * 8);
     at.path_sum = place(nodes * 8);
-    at.from_root = place(nodes * 4);
+    at.factors = place(nodes * 16);
     at.beta = place(nodes * 4);
     at.key_norm = place(nodes * 4);
     at.query_norm = place(nodes * 4);
     at.ancestors = place(nodes * 4 * at.mask_words);
-    at.not_finite = place(4);
+    at.related = place(at.node_blocks * 4);
+    at.not_finite = place(12);
     at.total = end;
     return at;
+}
+
+// The largest group that leaves room for as many blocks on a multiprocessor as a single node block
+// does: fewer barriers, but not for fewer blocks. A block takes 1 KiB of its own; a multiprocessor
+// has that much more than `shared_bytes`, the most of a block.
+inline VerifyLayout best_layout(const VerifyShape& shape, int rows, int shared_bytes) {
+    constexpr int kOwn = 1024;
+    VerifyLayout best = verify_layout(shape, rows, 1);
+    const int blocks = (shared_bytes + kOwn) / (best.total + kOwn);
+    for (int group = 2; group <= kMaxGroup && group <= best.node_blocks; ++group) {
+        const VerifyLayout layout = verify_layout(shape, rows, group);
+        if ((shared_bytes + kOwn) / (layout.total + kOwn) >= blocks) best = layout;
+    }
+    return best;
 }
 
 }  // namespace treewy

@@ -8,72 +8,138 @@
 
 namespace treewy {
 
-// out and u of the block's rows once more, node by node and ancestor by ancestor: nothing of a
-// non-ancestor is read into a sum. A thread a row of V. For what is not finite, seldom and slow.
+// One row of V of the state, spread over a warp: lane l has k = l, l + 32, ...
+template <int kKeyDim>
+struct StateRow {
+    float x[kKeyDim / kWarp];
+    float2 sum;  // log decay so far
+
+    // S <- 2^(to - sum) S.
+    __device__ __forceinline__ void decay(float2 to) {
+        const float alpha = decay_between(to, sum);
+        sum = to;
+#pragma unroll
+        for (float& value : x) value *= alpha;
+    }
+    __device__ __forceinline__ float dot(const float (&other)[kKeyDim / kWarp]) const {
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kKeyDim / kWarp; ++i) total = fmaf(x[i], other[i], total);
+        return warp_sum(total);
+    }
+    __device__ __forceinline__ void add(float u, const float (&key)[kKeyDim / kWarp]) {
+#pragma unroll
+        for (int i = 0; i < kKeyDim / kWarp; ++i) x[i] = fmaf(u, key[i], x[i]);
+    }
+};
+
+// S_0 and the history, of row `column` of V, which is `row` of the block.
 template <typename Types>
-__device__ void verify_selecting(const VerifyArgs& args, const Shared& shared,
-                                 const VerifyWork& work, int thread) {
-    using Input = typename Types::Input;
+__device__ __forceinline__ StateRow<Types::kKeyDim> state_before(const VerifyArgs& args,
+                                                                 const Shared& shared,
+                                                                 const VerifyWork& work, int row,
+                                                                 int lane) {
     using State = typename Types::State;
     constexpr int kKeyDim = Types::kKeyDim;
     const treewy_tree_verify_params& p = args.params;
-    const int lane = thread % kWarp;
-    const bool owns_row = thread < Types::kRows;
-    const int row = owns_row ? thread : 0, column = work.first_row + row;
-    const unsigned char* state = shared.state + row * Types::kStateRowBytes;
-    const int state_odd = (row >> Types::kStateShift) & 1;
-    const int64_t entry_stride = int64_t{p.state.value_heads} * p.state.value_dim;
-    const float* history_u = work.history == 0
-                                 ? nullptr
-                                 : p.history.u + work.slot * p.history.u_stride[0] +
-                                       work.head * int64_t{p.state.value_dim} + column;
+    const unsigned char* from = shared.state + row * Types::kStateRowBytes;
+    StateRow<kKeyDim> state;
+    state.sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kKeyDim / kWarp; ++i) {
+        state.x[i] = row_element<State>(from, kWarp * i + lane, row >> Types::kStateShift);
+    }
+    const int64_t stride = int64_t{p.state.value_heads} * p.state.value_dim;
+    for (int entry = 0; entry < work.history; ++entry) {
+        const float u = p.history.u[work.slot * p.history.u_stride[0] + entry * stride +
+                                    work.head * int64_t{p.state.value_dim} + work.first_row + row];
+        float key[kKeyDim / kWarp];
+#pragma unroll
+        for (int i = 0; i < kKeyDim / kWarp; ++i) {
+            key[i] = row_element<float>(shared.history_keys + entry * kKeyDim * 4, kWarp * i + lane,
+                                        entry);
+        }
+        state.decay(shared.history_sum[entry]);
+        state.add(u, key);
+    }
+    return state;
+}
 
-    for (int t = 0; t < work.nodes; ++t) {
-        const unsigned char* key = shared.keys + t * Types::kInputRowBytes;
-        const Input* query = static_cast<const Input*>(p.q) + work.row * p.q_stride[0] +
-                             t * p.q_stride[1] + work.key_head * p.q_stride[2];
-        float state_key = 0.0f, state_query = 0.0f;
-        for (int i = 0; i < kKeyDim; ++i) {
-            const float s = row_element<State>(state, i, state_odd);
-            state_key = fmaf(s, row_element<Input>(key, i, t & 1), state_key);
-            state_query = fmaf(s, as_float(query[i]), state_query);
-        }
-        const float beta = shared.beta[t], key_norm = shared.key_norm[t];
-        const float query_norm = shared.query_norm[t];
-        const float2 to = shared.path_sum[t];
-        const float value =
-            as_float(static_cast<const Input*>(p.v)[at_node(p.v_stride, work, t, column)]);
-        float u = beta * (value - shared.from_root[t] * key_norm * state_key);
-        float out = shared.from_root[t] * query_norm * state_query;
-        for (int i = -work.history; i <= t; ++i) {
-            const int entry = i + work.history;
-            if (i >= 0 && !has_bit(shared.ancestors + t * shared.mask_words, i)) continue;
-            float keys = 0.0f, queries = 0.0f;
-            for (int at = lane; at < kKeyDim; at += kWarp) {
-                const float other =
-                    i < 0 ? row_element<float>(shared.history_keys + entry * kKeyDim * 4, at,
-                                               entry & 1)
-                          : row_element<Input>(shared.keys + i * Types::kInputRowBytes, at, i & 1);
-                keys = fmaf(row_element<Input>(key, at, t & 1), other, keys);
-                queries = fmaf(as_float(query[at]), other, queries);
+// One step of the recurrence: S of node t from S of its parent. Returns u.
+template <typename Types>
+__device__ __forceinline__ float step_to(const VerifyArgs& args, const Shared& shared,
+                                         const VerifyWork& work, int t, int column, int lane,
+                                         StateRow<Types::kKeyDim>& state) {
+    using Input = typename Types::Input;
+    constexpr int kEach = Types::kKeyDim / kWarp;
+    const treewy_tree_verify_params& p = args.params;
+    float key[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        key[i] = shared.key_norm[t] *
+                 row_element<Input>(shared.keys + t * Types::kInputRowBytes, kWarp * i + lane, t);
+    }
+    state.decay(shared.path_sum[t]);
+    const float value = as_float(static_cast<const Input*>(
+        p.v)[at_head(p.v_stride[0], args.v, work, column) + t * args.v.node]);
+    const float u = shared.beta[t] * (value - state.dot(key));
+    state.add(u, key);
+    return u;
+}
+
+template <typename Types>
+__device__ __forceinline__ void store_result(const VerifyArgs& args, const VerifyWork& work, int t,
+                                             int column, float out, float u) {
+    using Input = typename Types::Input;
+    const treewy_tree_verify_params& p = args.params;
+    static_cast<Input*>(
+        p.out)[at_head(p.out_stride[0], args.out, work, column) + t * args.out.node] =
+        from_float<Input>(out);
+    if (p.u == nullptr) return;
+    const int64_t at = at_head(p.u_stride[0], args.u, work, column) + t * args.u.node;
+    if (p.u_dtype == TREEWY_FLOAT32) {
+        static_cast<float*>(p.u)[at] = u;
+    } else {
+        static_cast<__nv_bfloat16*>(p.u)[at] = from_float<__nv_bfloat16>(u);
+    }
+}
+
+// out and u of the block's rows once more, by the recurrence along the path of every node: nothing
+// of a non-ancestor is read into a sum. A warp a row of V. For what is not finite, seldom and slow:
+// N times depth steps, N where parents come right before their nodes.
+template <typename Types>
+__device__ __noinline__ void verify_selecting(const VerifyArgs& args, const VerifyWork& work,
+                                              int warp, int lane) {
+    using Input = typename Types::Input;
+    constexpr int kEach = Types::kKeyDim / kWarp;
+    const treewy_tree_verify_params& p = args.params;
+    const Shared shared = place_shared<Types>(args.layout);
+    for (int row = warp; row < Types::kRows; row += Types::kThreads / kWarp) {
+        const int column = work.first_row + row;
+        const auto before = state_before<Types>(args, shared, work, row, lane);
+        StateRow<Types::kKeyDim> state = before;
+        for (int t = 0; t < work.nodes; ++t) {
+            const uint32_t* mask = shared.ancestors + t * shared.mask_words;
+            int nearest = t - 1;
+            while (nearest >= 0 && !has_bit(mask, nearest)) --nearest;
+            if (nearest < 0 || nearest != t - 1) {
+                state = before;
+                for (int i = 0; i <= nearest; ++i) {
+                    if (has_bit(mask, i))
+                        step_to<Types>(args, shared, work, i, column, lane, state);
+                }
             }
-            keys = warp_sum(keys);
-            queries = warp_sum(queries);
-            const float norm = i < 0 ? 1.0f : shared.key_norm[i];
-            const float decay =
-                norm * decay_between(to, i < 0 ? shared.history_sum[entry] : shared.path_sum[i]);
-            // This thread stored u of the nodes before.
-            const float known =
-                i < 0 ? history_u[entry * entry_stride]
-                : i < t && owns_row
-                    ? static_cast<const float*>(p.u)[at_node(p.u_stride, work, i, column)]
-                    : u;
-            if (i < t) u -= beta * key_norm * decay * keys * known;
-            out += query_norm * decay * queries * (i < t ? known : u);
+            const float u = step_to<Types>(args, shared, work, t, column, lane, state);
+            const Input* query = static_cast<const Input*>(p.q) + work.row * p.q_stride[0] +
+                                 t * args.q.node + work.key_head * args.q.head;
+            float q[kEach];
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+                q[i] = shared.query_norm[t] * as_float(query[kWarp * i + lane]);
+            }
+            const float out = state.dot(q);
+            if (lane == 0) store_result<Types>(args, work, t, column, out, u);
         }
-        if (!owns_row) continue;
-        static_cast<Input*>(p.out)[at_node(p.out_stride, work, t, column)] = from_float<Input>(out);
-        static_cast<float*>(p.u)[at_node(p.u_stride, work, t, column)] = u;
     }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Weights of a node block: made from Gram products, inverted (steps 1 and 2 of
+// Weights of node blocks: made from Gram products, inverted (steps 1 and 2 of
 // tree_verify_kernel.cuh), and applied.
 #pragma once
 
@@ -11,183 +11,321 @@ namespace treewy {
 
 inline constexpr float kNormEps = 1e-6f;
 
-// The weights of node block e for the one at hand, `kind` 0 for W (and T_d - I), 1 for C: terms of
-// 32 lanes of 16 bytes. Word 2 j + i of lane (g, c) holds row t = 8 j + g, columns 8 i + 2 c, + 1.
+// The weights of a pair of blocks, `kind` 0 for W (and T_d - I), 1 for C: terms of 32 lanes of 16
+// bytes. Word 2 j + i of lane (g, c) holds row t = 8 j + g, columns 8 i + 2 c, + 1.
 template <int kTerms>
-__device__ __forceinline__ uint4* weights_at(const Shared& shared, int block, int kind) {
-    return shared.weights + (block * 2 + kind) * kTerms * kWarp;
+__device__ __forceinline__ uint4* weights_at(const Shared& shared, int pair, int kind) {
+    return shared.weights + (pair * 2 + kind) * kTerms * kWarp;
 }
 
-// 1 / |x| of the keys and K^-1/2 / |x| of the queries of node block d.
+// scale / |x| of the 16 rows of a node block, by one warp: 8 lanes a row.
 template <typename Types>
-__device__ __forceinline__ void measure_norms(const Shared& shared, int d, int thread) {
+__device__ __forceinline__ void measure_rows(float* to, const unsigned char* rows, float scale,
+                                             int lane) {
     using Input = typename Types::Input;
-    constexpr int kThreadsPerRow = Types::kThreads / 32;
     constexpr int kPerChunk = kPer16Bytes<Input>;
-    constexpr int kChunks = Types::kKeyDim / kPerChunk;
-    const int row = thread / kThreadsPerRow, part = thread % kThreadsPerRow;
-    const bool is_key = row < kNodeBlock;
-    const unsigned char* from = is_key
-                                    ? shared.keys + (d * kNodeBlock + row) * Types::kInputRowBytes
-                                    : shared.queries + (row - kNodeBlock) * Types::kInputRowBytes;
-    float sum = 0.0f;
+    constexpr int kChunks = Types::kKeyDim / kPerChunk / 8;
+    const unsigned char* from = rows + lane / 8 * Types::kInputRowBytes + lane % 8 * 16;
+    float sum[4] = {};
 #pragma unroll
-    for (int chunk = part; chunk < kChunks; chunk += kThreadsPerRow) {
-        const Vec<Input, kPerChunk> value =
-            *reinterpret_cast<const Vec<Input, kPerChunk>*>(from + 16 * chunk);
+    for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int i = 0; i < kPerChunk; ++i)
-            sum = fmaf(as_float(value.x[i]), as_float(value.x[i]), sum);
-    }
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            const Vec<Input, kPerChunk> value = *reinterpret_cast<const Vec<Input, kPerChunk>*>(
+                from + 4 * i * Types::kInputRowBytes + 128 * chunk);
 #pragma unroll
-    for (int step = kThreadsPerRow / 2; step > 0; step /= 2) {
-        sum += __shfl_xor_sync(kAllLanes, sum, step);
-    }
-    if (part != 0) return;
-    const float inverse = 1.0f / sqrtf(sum + kNormEps);
-    if (is_key) {
-        shared.key_norm[d * kNodeBlock + row] = inverse;
-    } else {
-        constexpr float kScale = Types::kKeyDim == 256  ? 0.0625f
-                                 : Types::kKeyDim == 64 ? 0.125f
-                                                        : 0.08838834764831845f;
-        shared.query_norm[d * kNodeBlock + row - kNodeBlock] = inverse * kScale;
-    }
-}
-
-// dot[..] = rows_a rows_b^T for 16 rows and 8.
-template <typename A, typename B, int kKeyDim>
-__device__ __forceinline__ void dot_rows(float (&dot)[4], const unsigned char* rows_a,
-                                         const unsigned char* rows_b, int lane) {
-    const int g = lane / 4, c = lane % 4, odd = g & 1;
-    constexpr int kRowA = kKeyDim * static_cast<int>(sizeof(A));
-    constexpr int kRowB = kKeyDim * static_cast<int>(sizeof(B));
-    constexpr bool kOneTerm = Operand<A>::kTerms * Operand<B>::kTerms == 1;
-    float part[2][4] = {};
-#pragma unroll 4
-    for (int group = 0; group < kKeyDim / 32; ++group) {
-        const auto a0 = load_fragment<A>(rows_a + g * kRowA, group, c, odd);
-        const auto a1 = load_fragment<A>(rows_a + (g + 8) * kRowA, group, c, odd);
-        const auto b = load_fragment<B>(rows_b + g * kRowB, group, c, odd);
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-            // The second sum takes the small terms, or every other step: two chains are shorter.
-            multiply<0, 0>(part[kOneTerm ? step : 0], a0, a1, b, step);
-            multiply<1, kMaxOrder>(part[1], a0, a1, b, step);
+            for (int at = 0; at < kPerChunk; ++at) {
+                const float x = as_float(value.x[at]);
+                sum[i] = fmaf(x, x, sum[i]);
+            }
         }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) dot[i] = part[0][i] + part[1][i];
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int step = 4; step > 0; step /= 2) {
+            sum[i] += __shfl_xor_sync(kAllLanes, sum[i], step);
+        }
+    }
+    if (lane % 8 != 0) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float square = sum[i] + kNormEps, y = rsqrtf(square);
+        const float inverse = y * fmaf(-0.5f * square * y, y, 1.5f);  // to the last place or so
+        to[4 * i + lane / 8] = scale * (square <= FLT_MAX ? inverse : y);
+    }
 }
 
-// Weights of the node block d for 8 columns `first` .. of block `at` (`kHistory`: of the history),
-// `kind` 0 for W, 1 for C. Inputs: rows of d, rows of the columns.
-template <typename Types, typename Column, bool kHistory>
-__device__ __forceinline__ void couple(const Shared& shared, int d, int at, int kind, int half,
-                                       const unsigned char* rows, const unsigned char* columns,
-                                       int first, int history, int lane) {
-    constexpr int kTerms = Types::kWeightTerms;
-    float dot[4];
-    dot_rows<typename Types::Input, Column, Types::kKeyDim>(dot, rows, columns, lane);
+// Norms of node blocks: of the keys of all `blocks` where `keys`, of the queries of the group.
+template <typename Types>
+__device__ __forceinline__ void measure_norms(const Shared& shared, const Group& group, bool keys,
+                                              int blocks, int warp, int lane) {
+    constexpr float kScale = Types::kKeyDim == 256  ? 0.0625f
+                             : Types::kKeyDim == 64 ? 0.125f
+                                                    : 0.08838834764831845f;
+    constexpr int kBlockBytes = kNodeBlock * Types::kInputRowBytes;
+    const int key_blocks = keys ? blocks : 0;
+    for (int i = warp; i < key_blocks + group.count; i += Types::kWarps) {
+        const int r = i - key_blocks;
+        if (r < 0) {
+            measure_rows<Types>(shared.key_norm + i * kNodeBlock, shared.keys + i * kBlockBytes,
+                                1.0f, lane);
+        } else {
+            measure_rows<Types>(shared.query_norm + (group.first + r) * kNodeBlock,
+                                shared.queries + r * kBlockBytes, kScale, lane);
+        }
+    }
+}
+
+// dot[half] = rows_a rows_b^T for 16 rows and 8 columns, kHalves times.
+template <typename A, typename B, int kKeyDim, int kHalves>
+__device__ __forceinline__ void dot_rows(float (&dot)[kHalves][4], const unsigned char* rows_a,
+                                         const unsigned char* rows_b, int lane) {
+    constexpr int kRowA = kKeyDim * static_cast<int>(sizeof(A));
+    constexpr int kRowB = kKeyDim * static_cast<int>(sizeof(B));
+    constexpr bool kOneTerm = Operand<A>::kTerms * Operand<B>::kTerms == 1;
+    float part[kHalves][2][4] = {};
+#pragma unroll 4
+    for (int pair = 0; pair < kKeyDim / 32; ++pair) {
+        FragmentB<B> b[kHalves];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+            b[half] = load_b<B, kRowB>(rows_b + 8 * half * kRowB, pair, lane);
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const auto a = load_a<A, kRowA, 8 * kRowA>(rows_a, 2 * pair + odd, lane);
+#pragma unroll
+            for (int half = 0; half < kHalves; ++half) {
+                // The second sum takes the small terms, or every other step: shorter chains.
+                multiply<0, 0>(part[half][kOneTerm ? odd : 0], a, b[half], odd);
+                multiply<1, kMaxOrder>(part[half][1], a, b[half], odd);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kHalves; ++i) {
+        dot[i / 4][i % 4] = part[i / 4][0][i % 4] + part[i / 4][1][i % 4];
+    }
+}
+
+// Rows 8 j + g, j from `first` to 1, of 8 columns.
+template <int kTerms>
+__device__ __forceinline__ void store_terms(uint4* place, const float (&value)[4], int half,
+                                            int first, int lane) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(place + lane) + half;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        if (j < first) continue;
+        uint32_t terms[kTerms];
+        split(value[2 * j], value[2 * j + 1], terms);
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) words[term * kWarp * 4 + 2 * j] = terms[term];
+    }
+}
+
+// W of a node block with itself: the halves' own parts go to `invert`, the rest is a weight.
+template <int kTerms>
+__device__ __forceinline__ void store_own(uint4* place, float* dense, const float (&value)[4],
+                                          int half, int lane) {
     const int g = lane / 4, c = lane % 4;
-    float value[4];
+    const float low = half == 0 ? value[0] : value[2], high = half == 0 ? value[1] : value[3];
+    *reinterpret_cast<float2*>(dense + half * 64 + 8 * g + 2 * c) = make_float2(low, high);
+    if (half == 0) store_terms<kTerms>(place, value, 0, 1, lane);
+}
+
+// Products of 16 keys or queries, `rows`, with 8 kHalves keys from column `first` on (of the
+// history).
+template <typename Types, bool kHistory, int kHalves>
+__device__ __forceinline__ void dot_keys(const Shared& shared, const unsigned char* rows, int first,
+                                         int lane, float (&dot)[kHalves][4]) {
+    using Column = std::conditional_t<kHistory, float, typename Types::Input>;
+    const unsigned char* columns = (kHistory ? shared.history_keys : shared.keys) +
+                                   first * Types::kKeyDim * static_cast<int>(sizeof(Column));
+    dot_rows<typename Types::Input, Column, Types::kKeyDim>(dot, rows, columns, lane);
+}
+
+// Where a pair's weights go.
+struct Target {
+    uint4* place;
+    float* dense;  // of the node block's own, within 8 nodes
+};
+
+// Makes `value`, those products for node block d and columns 8 (first + half) .. of block `at`,
+// weights; `kind` 0 for W, 1 for C.
+template <typename Types, bool kHistory, int kHalves>
+__device__ __forceinline__ void weigh(const Shared& shared, int d, int at, int kind, int first,
+                                      int history, float (&value)[kHalves][4], const Target& target,
+                                      int lane) {
+    constexpr int kTerms = Types::kWeightTerms;
+    const int g = lane / 4, column = at * kNodeBlock + 8 * first + 2 * (lane % 4);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         const int t = d * kNodeBlock + 8 * j + g;
         const float2 to = shared.path_sum[t];
         const float factor =
             kind == 0 ? -shared.beta[t] * shared.key_norm[t] : shared.query_norm[t];
-        const uint32_t* mask = shared.ancestors + t * shared.mask_words;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int i = first + 2 * c + e;
-            const bool counts = kHistory ? i < history : has_bit(mask, i) && (kind == 1 || i != t);
-            float weight = 0.0f;
-            if (counts) {
-                const float2 from = kHistory ? shared.history_sum[i] : shared.path_sum[i];
-                const float norm = kHistory ? 1.0f : shared.key_norm[i];
-                weight = factor * norm * decay_between(to, from) * dot[2 * j + e];
+        for (int half = 0; half < kHalves; ++half) {
+            const int i = column + 8 * half;
+            const float4 from = *reinterpret_cast<const float4*>(kHistory ? shared.history_sum + i
+                                                                          : shared.path_sum + i);
+            const float2 norm = kHistory ? make_float2(1.0f, 1.0f)
+                                         : *reinterpret_cast<const float2*>(shared.key_norm + i);
+            uint32_t mask;
+            if (kHistory) {
+                mask = (i < history ? 1u : 0u) | (i + 1 < history ? 2u : 0u);
+            } else {
+                const int words = Types::kOneBlock ? 1 : shared.mask_words;
+                mask = shared.ancestors[t * words + i / 32] >> (i % 32);
+                if (kind == 0 && (t >> 1) == (i >> 1)) mask &= ~(1u << (t & 1));
             }
-            value[2 * j + e] = weight;
+            float (&x)[4] = value[half];
+            const float low = factor * norm.x * decay_between(to, make_float2(from.x, from.y));
+            const float high = factor * norm.y * decay_between(to, make_float2(from.z, from.w));
+            x[2 * j] = mask & 1u ? low * x[2 * j] : 0.0f;
+            x[2 * j + 1] = mask & 2u ? high * x[2 * j + 1] : 0.0f;
         }
     }
-    uint32_t* words = reinterpret_cast<uint32_t*>(weights_at<kTerms>(shared, at, kind) + lane);
-    if (!kHistory && kind == 0 && first / kNodeBlock == d) {
-        // W_dd itself, [16, 16] in the place of T_d - I, which `invert` makes of it.
-        float* dense = reinterpret_cast<float*>(weights_at<kTerms>(shared, at, kind));
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            *reinterpret_cast<float2*>(dense + (8 * j + g) * kNodeBlock + 8 * half + 2 * c) =
-                make_float2(value[2 * j], value[2 * j + 1]);
+    for (int half = 0; half < kHalves; ++half) {
+        if (!kHistory && kind == 0 && at == d) {
+            store_own<kTerms>(target.place, target.dense, value[half], first + half, lane);
+        } else {
+            store_terms<kTerms>(target.place, value[half], first + half, 0, lane);
         }
-        return;
-    }
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        uint32_t terms[kTerms];
-        split(value[2 * j], value[2 * j + 1], terms);
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term)
-            words[term * kWarp * 4 + 2 * j + half] = terms[term];
     }
 }
 
-// All weights of node block d. A warp takes one kind, 8 columns of every block it comes to.
+// The only pair of at most 16 nodes, a half of one kind a warp: products, which wait for nothing
+// but the rows, and weights.
 template <typename Types>
-__device__ __forceinline__ void couple_block(const Shared& shared, const VerifyWork& work,
-                                             int history_blocks, int d, int warp, int lane) {
-    using Input = typename Types::Input;
-    const int kind = warp / 2 % 2, half = warp % 2;
-    const unsigned char* rows =
-        kind == 0 ? shared.keys + d * kNodeBlock * Types::kInputRowBytes : shared.queries;
-    for (int at = warp / 4; at < history_blocks; at += Types::kWarps / 4) {
-        const int first = at * kNodeBlock + 8 * half;
-        couple<Types, float, true>(shared, d, at, kind, half, rows,
-                                   shared.history_keys + first * Types::kKeyDim * 4, first,
-                                   work.history, lane);
-    }
-    for (int e = warp / 4; e <= d; e += Types::kWarps / 4) {
-        const int first = e * kNodeBlock + 8 * half;
-        couple<Types, Input, false>(shared, d, history_blocks + e, kind, half, rows,
-                                    shared.keys + first * Types::kInputRowBytes, first, 0, lane);
+__device__ __forceinline__ void dot_one_block(const Shared& shared, int warp, int lane,
+                                              float (&dot)[1][4]) {
+    if (warp >= 4) return;
+    dot_keys<Types, false>(shared, warp / 2 == 0 ? shared.keys : shared.queries, 8 * (warp % 2),
+                           lane, dot);
+}
+
+template <typename Types>
+__device__ __forceinline__ void weigh_one_block(const Shared& shared, int warp, int lane,
+                                                float (&dot)[1][4]) {
+    if (warp >= 4) return;
+    const int kind = warp / 2;
+    const Target target{weights_at<Types::kWeightTerms>(shared, 0, kind), shared.dense};
+    weigh<Types, false>(shared, 0, 0, kind, warp % 2, 0, dot, target, lane);
+}
+
+// All weights of a group. A warp takes one kind of every pair it comes to.
+template <typename Types>
+__device__ __forceinline__ void couple_group(const Shared& shared, const Group& group, int history,
+                                             int warp, int lane) {
+    constexpr int kTerms = Types::kWeightTerms, kBlockBytes = kNodeBlock * Types::kInputRowBytes;
+    constexpr int kTurns = Types::kWarps / 2;
+    const int kind = warp % 2;
+    int turn = warp / 2;
+    for (int r = 0; r < group.count; ++r) {
+        const int d = group.first + r, base = group.pairs_before(r);
+        const unsigned char* rows =
+            kind == 0 ? shared.keys + d * kBlockBytes : shared.queries + r * kBlockBytes;
+        float dot[2][4];
+        for (int at = 0; at < group.history_blocks; ++at) {
+            if (turn++ % kTurns != 0) continue;
+            const Target target{weights_at<kTerms>(shared, base + at, kind), nullptr};
+            dot_keys<Types, true>(shared, rows, at * kNodeBlock, lane, dot);
+            weigh<Types, true>(shared, d, at, kind, 0, history, dot, target, lane);
+        }
+        const uint32_t related = shared.related[d];
+        for (int e = 0; e <= d; ++e) {
+            if (!((related >> e) & 1u)) continue;
+            if (turn++ % kTurns != 0) continue;
+            const int pair = base + group.history_blocks + e;
+            const Target target{weights_at<kTerms>(shared, pair, kind), shared.dense + r * 128};
+            dot_keys<Types, false>(shared, rows, e * kNodeBlock, lane, dot);
+            weigh<Types, false>(shared, d, e, kind, 0, history, dot, target, lane);
+        }
     }
 }
 
-// (I - W)^-1 - I for the strictly lower W of couple(), in its place. Lane j has column j.
+// (I - W)^-1 - I for W within 8 nodes of a block, `dense`, both halves at once, to the block's own
+// place. Lane 8 half + j has column j. Products of (I - beta k k^T) are contractions, so that no
+// entry exceeds 1.
 template <int kTerms>
-__device__ __forceinline__ void invert(uint4* place, int lane) {
-    const float* dense = reinterpret_cast<const float*>(place);
-    const int column = lane % kNodeBlock;
-    float x[kNodeBlock];
+__device__ __forceinline__ void invert(uint4* place, const float* dense, int lane) {
+    const int half = lane / 8 % 2, column = lane % 8;
+    const float* w = dense + half * 64;
+    float x[8];
 #pragma unroll
-    for (int t = 0; t < kNodeBlock; ++t) {
-        float sum[4] = {dense[t * kNodeBlock + column], 0.0f, 0.0f, 0.0f};
+    for (int t = 0; t < 8; ++t) {
+        const float4 low = *reinterpret_cast<const float4*>(w + 8 * t);
+        const float4 high = *reinterpret_cast<const float4*>(w + 8 * t + 4);
+        const float row[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        float sum[2] = {w[8 * t + column], 0.0f};
 #pragma unroll
-        for (int i = 0; i < t; i += 4) {
-            const float4 w = *reinterpret_cast<const float4*>(dense + t * kNodeBlock + i);
-            sum[0] = fmaf(w.x, x[i], sum[0]);
-            if (i + 1 < t) sum[1] = fmaf(w.y, x[i + 1], sum[1]);
-            if (i + 2 < t) sum[2] = fmaf(w.z, x[i + 2], sum[2]);
-            if (i + 3 < t) sum[3] = fmaf(w.w, x[i + 3], sum[3]);
-        }
-        x[t] = t > column ? (sum[0] + sum[1]) + (sum[2] + sum[3]) : 0.0f;
+        for (int i = 0; i < t; ++i) sum[i % 2] = fmaf(row[i], x[i], sum[i % 2]);
+        x[t] = t > column ? sum[0] + sum[1] : 0.0f;
     }
-    __syncwarp();
-    if (lane >= kNodeBlock) return;
-    // Row t = 8 j + g, column 8 i + 2 c + e: half e of word 2 j + i of lane 4 g + c.
-    uint32_t* words = reinterpret_cast<uint32_t*>(place);
-    const int i = column / 8, c = column % 8 / 2, e = column % 2;
+    if (lane >= 16) return;
+    // Row 8 half + t, column 8 half + 2 c + e: half e of word 3 half of lane 4 t + c.
+    uint32_t* words = reinterpret_cast<uint32_t*>(place) + 3 * half + column / 2 * 4;
 #pragma unroll
-    for (int t = 0; t < kNodeBlock; ++t) {
-        const int j = t / 8, g = t % 8;
+    for (int t = 0; t < 8; ++t) {
         uint32_t terms[kTerms];
         split(x[t], 0.0f, terms);
 #pragma unroll
         for (int term = 0; term < kTerms; ++term) {
-            uint32_t* word = words + (term * kWarp + 4 * g + c) * 4 + 2 * j + i;
-            reinterpret_cast<unsigned short*>(word)[e] = static_cast<unsigned short>(terms[term]);
+            uint32_t* word = words + (term * kWarp + 4 * t) * 4;
+            reinterpret_cast<unsigned short*>(word)[column % 2] =
+                static_cast<unsigned short>(terms[term]);
         }
     }
+}
+
+// Columns j of `to` += weights applied to the 8 nodes `half` of `nodes`: words `word` of the
+// weights. As `apply` below.
+template <bool kApart, int kTerms, int kTiles>
+__device__ __forceinline__ void apply_half(Tile<kTiles>& to, int j, const uint32_t (&words)[kTerms],
+                                           const TileTerms<kTerms, kTiles>& nodes, int half) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+        float sum[4];
+#pragma unroll
+        for (int at = 0; at < 4; ++at) sum[at] = kApart ? 0.0f : to.x[i][j][at];
+#pragma unroll
+        for (int order = kTerms - 1; order >= 0; --order) {
+#pragma unroll
+            for (int term = 0; term <= order; ++term) {
+                mma_half(sum, nodes.x[term][i][2 * half], nodes.x[term][i][2 * half + 1],
+                         words[order - term]);
+            }
+        }
+#pragma unroll
+        for (int at = 0; at < 4; ++at) to.x[i][j][at] = kApart ? to.x[i][j][at] + sum[at] : sum[at];
+    }
+}
+
+// U of a node block from R in `rhs`, by the block's own weights: eight nodes, then the other eight.
+template <bool kApart, int kTerms, int kTiles>
+__device__ __forceinline__ TileTerms<kTerms, kTiles> solve_own(Tile<kTiles>& rhs,
+                                                               const uint4* weights, bool two,
+                                                               int lane) {
+    uint32_t first[kTerms], across[kTerms], second[kTerms];
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+        const uint4 words = weights[term * kWarp + lane];
+        first[term] = words.x, across[term] = words.z, second[term] = words.w;
+    }
+    TileTerms<kTerms, kTiles> terms;
+    split_half(rhs, 0, terms);
+    apply_half<kApart>(rhs, 0, first, terms, 0);
+    split_half(rhs, 0, terms);
+    if (two) {
+        apply_half<kApart>(rhs, 1, across, terms, 0);
+        split_half(rhs, 1, terms);
+        apply_half<kApart>(rhs, 1, second, terms, 1);
+    }
+    split_half(rhs, 1, terms);
+    return terms;
 }
 
 // to += (weights applied to the 16 nodes of `nodes`), the small terms first. Tensor cores cut sums

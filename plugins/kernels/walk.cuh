@@ -45,12 +45,17 @@ TREEWY_HOST_DEVICE int path_length(const int32_t* parents, int node) {
     return length;
 }
 
-// Fills path[0, length) root first; `length` as path_length gave it.
-TREEWY_HOST_DEVICE void write_path(const int32_t* parents, int node, int length, int32_t* path) {
-    for (int at = length - 1; at >= 0; --at) {
-        path[at] = node;
-        node = parents[node];
+// Fills path with the nodes from `node` up to the root and returns their number; 0 if a parent does
+// not come before its child.
+TREEWY_HOST_DEVICE int walk_up(const int32_t* parents, int node, int32_t* path) {
+    int length = 0;
+    while (node >= 0) {
+        path[length++] = node;
+        const int parent = parents[node];
+        if (parent >= node) return 0;
+        node = parent;
     }
+    return length;
 }
 
 // Rows that conv taps come from: a node's index, or -1, -2, ... for the window's rows, newest

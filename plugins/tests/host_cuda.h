@@ -34,6 +34,7 @@
 #undef __host__
 #undef __shared__
 #undef __forceinline__
+#undef __noinline__
 #undef __launch_bounds__
 #undef __grid_constant__
 #define __global__
@@ -41,12 +42,13 @@
 #define __host__
 #define __shared__ static
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 
 namespace host_cuda {
 
-enum class Wait { kNone, kBlock, kWarp, kDone };
+enum class Wait { kNone, kBlock, kNamed, kWarp, kDone };
 
 // A copy that is under way: it has happened for sure when it was waited for, and not before.
 struct Copy {
@@ -62,6 +64,7 @@ struct Fiber {
     jmp_buf jump;
     std::vector<char> stack;
     Wait wait = Wait::kNone;
+    int barrier = 0;  // the one that kNamed waits at
     bool started = false;
     int parity = 0;
     int vote_parity = 0;
@@ -71,13 +74,23 @@ constexpr int kMaxThreads = 1024;
 constexpr size_t kSharedBytes = 227 * 1024;  // of a block, as on an H200
 constexpr size_t kStackBytes = 128 * 1024;   // of a thread
 
+// A barrier with a number of its own: threads that wait at it, and that only said they were there.
+struct NamedBarrier {
+    int arrived = 0;
+    int expected = 0;
+};
+
+constexpr int kBarriers = 16;
+
 struct Machine {
+    NamedBarrier barriers[kBarriers];
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::function<void()> kernel;
     jmp_buf scheduler;
     int current = 0;
     int threads = 0;
     unsigned block = 0;
+    unsigned blocks_x = 1;
     uint64_t exchange[2][kMaxThreads];
     uint32_t operands[2][kMaxThreads][6];
     bool vote[2] = {false, false};
@@ -135,10 +148,21 @@ inline void resume(int thread) {
     setcontext(&fiber.context);
 }
 
-// Lets every warp go on whose 32 lanes all wait for one exchange, and the block if all of its
-// living threads are at a barrier.
+// Lets go on: every warp whose 32 lanes all wait for one exchange, the block if all of its living
+// threads are at a barrier, those at a named barrier that all have come to.
 inline bool release() {
     bool any = false, all_at_barrier = true, some_at_barrier = false;
+    for (int id = 1; id < kBarriers; ++id) {
+        NamedBarrier& barrier = machine.barriers[id];
+        if (barrier.expected == 0 || barrier.arrived < barrier.expected) continue;
+        if (barrier.arrived > barrier.expected) die("more threads at a barrier than it is for");
+        for (int t = 0; t < machine.threads; ++t) {
+            Fiber& fiber = *machine.fibers[t];
+            if (fiber.wait == Wait::kNamed && fiber.barrier == id) fiber.wait = Wait::kNone;
+        }
+        barrier = {};
+        any = true;
+    }
     for (int first = 0; first < machine.threads; first += 32) {
         const int stop = std::min(first + 32, machine.threads);
         bool warp_ready = true, warp_waits = false;
@@ -226,7 +250,12 @@ struct ThreadIndex {
     unsigned x;
 };
 inline ThreadIndex thread_index() { return {static_cast<unsigned>(machine.current)}; }
-inline ThreadIndex block_index() { return {machine.block}; }
+struct BlockIndex {
+    unsigned x, y;
+};
+inline BlockIndex block_index() {
+    return {machine.block % machine.blocks_x, machine.block / machine.blocks_x};
+}
 inline ThreadIndex block_dim() { return {static_cast<unsigned>(machine.threads)}; }
 
 // What the other lanes gave, once all lanes of the warp have given theirs.
@@ -297,6 +326,10 @@ T __shfl_up_sync(unsigned, T value, int by) {
     return host_cuda::exchange(value, host_cuda::lane() - by);
 }
 inline void __syncwarp() { host_cuda::exchange(0, 0); }
+inline int __any_sync(unsigned mask, int vote) {
+    for (int step = 16; step > 0; step /= 2) vote |= __shfl_xor_sync(mask, vote != 0 ? 1 : 0, step);
+    return vote != 0;
+}
 // Everyone votes, everyone reads, the vote is cleared; the next one is another, so none is mixed
 // up.
 inline int __syncthreads_or(int vote) {
@@ -319,6 +352,9 @@ inline unsigned __float_as_uint(float value) {
     unsigned bits;
     std::memcpy(&bits, &value, sizeof(bits));
     return bits;
+}
+inline unsigned __umulhi(unsigned a, unsigned b) {
+    return static_cast<unsigned>((uint64_t{a} * b) >> 32);
 }
 inline int atomicAdd(int* to, int value) {
     const int old = *to;
@@ -371,22 +407,48 @@ void wait_copies() {
     }
     fiber.copies.swap(later);
 }
-inline void keep_order(int&) {}
+inline void load_matrices(uint32_t (&words)[4], const unsigned char* row) {
+    const int lane = host_cuda::lane();
+    for (int i = 0; i < 4; ++i) {
+        const unsigned char* from = host_cuda::exchange(row, 8 * i + lane / 4);
+        std::memcpy(&words[i], from + 4 * (lane % 4), 4);
+    }
+}
+inline float fast_exp2(float x) { return std::exp2(x); }
+template <int kThreads>
+void arrive_at(int id) {
+    host_cuda::NamedBarrier& barrier = host_cuda::machine.barriers[id];
+    if (barrier.arrived > 0 && barrier.expected != kThreads) host_cuda::die("threads of a barrier");
+    barrier.expected = kThreads;
+    ++barrier.arrived;
+}
+template <int kThreads>
+void sync_at(int id) {
+    arrive_at<kThreads>(id);
+    host_cuda::fiber().barrier = id;
+    host_cuda::yield(host_cuda::Wait::kNamed);
+}
 inline void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                 uint32_t b1) {
     host_cuda::mma(sum, {a0, a1, a2, a3, b0, b1});
 }
 
+inline void mma_half(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+    host_cuda::mma(sum, {a0, a1, 0, 0, b0, 0});
+}
+
 template <typename Params>
-treewy_status launch(const char* name, void (*kernel)(Params), int64_t blocks, int threads,
+treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid, int threads,
                      size_t shared, treewy_stream, const Params& params) {
-    if (blocks <= 0) return TREEWY_OK;
-    if (blocks > INT32_MAX || shared > host_cuda::kSharedBytes) {
-        return fail(TREEWY_UNSUPPORTED,
-                    "%s: a launch of %lld blocks and %zu bytes of shared memory", name,
-                    static_cast<long long>(blocks), shared);
+    if (grid.x <= 0 || grid.y <= 0) return TREEWY_OK;
+    const treewy_status fits = check_grid(name, grid);
+    if (fits != TREEWY_OK) return fits;
+    if (shared > host_cuda::kSharedBytes) {
+        return fail(TREEWY_UNSUPPORTED, "%s: a launch with %zu bytes of shared memory", name,
+                    shared);
     }
-    host_cuda::run_grid(blocks, threads, shared, [&] { kernel(params); });
+    host_cuda::machine.blocks_x = static_cast<unsigned>(grid.x);
+    host_cuda::run_grid(grid.x * grid.y, threads, shared, [&] { kernel(params); });
     return TREEWY_OK;
 }
 

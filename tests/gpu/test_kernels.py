@@ -114,6 +114,57 @@ def test_commit_moves_every_layer_to_the_accepted_node(gpu, nodes, types):
         suite.check_commit(gpu, case)
 
 
+def test_verify_with_either_stash_has_the_same_outputs(gpu):
+    for dtype in (BF16, F16, F32):
+        for nodes in (5, 16, 40):
+            case = TreeCase(nodes, DIMS[2], nodes, dtype=dtype, state_dtype=BF16, pads=1)
+            suite.check_verify_stashes(gpu, case)
+
+
+@pytest.mark.parametrize("nodes", [5, 40])
+def test_commit_of_bfloat16_pseudo_values(gpu, nodes):
+    for pad in ((1, 1, 1), (0, 0, 0)):
+        case = TreeCase(nodes, DIMS[2], nodes, dtype=BF16, state_dtype=BF16, layers=2, pads=1)
+        suite.check_commit(gpu, case, pad=pad, u_dtype=BF16)
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+def test_every_tile_gives_the_same_states(gpu, state_dtype):
+    library = cuda_library.load_library()
+    for dims, nodes in ((DIMS[2], 7), (Dims(1, 1, 24, 40), 20), (Dims(1, 2, 256, 72), 5)):
+        case = TreeCase(nodes, dims, nodes, state_dtype=state_dtype, shape="chain", layers=2)
+        suite.check_commit_tiles(gpu, case, library)
+        case = suite.InputsCase(
+            nodes, dims, nodes, state_dtype=state_dtype, shape="chain", layers=2
+        )
+        suite.check_inputs_tiles(gpu, case, library)
+
+
+@pytest.mark.parametrize("types", TYPES, ids=types_id)
+@pytest.mark.parametrize("nodes", NODES)
+def test_commit_from_inputs_equals_that_from_pseudo_values(gpu, nodes, types):
+    for index, decay in enumerate(DECAYS):
+        case = suite.InputsCase(
+            nodes + index, (*DIMS, *ODD_DIMS)[(nodes + index) % 7], nodes, dtype=types[0],
+            state_dtype=types[1], decay=decay, shape=SHAPES[(nodes + index + 1) % 4], layers=2,
+            pads=index % 2, width=(4, 4, 2 + nodes % 6)[index], bias=index != 1,
+        )  # fmt: skip
+        suite.check_commit_inputs(gpu, case, pad=((0, 1, 0), (1, 1, 1), (0, 0, 0))[index])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_commit_from_inputs_convolves_to_the_same_bits(gpu, dtype):
+    for width, bias in ((4, False), (4, True), (3, True)):
+        case = suite.InputsCase(width, DIMS[2], 3, dtype=dtype, width=width, bias=bias, pads=1)
+        suite.check_inputs_conv_bits(gpu, case)
+
+
+def test_commit_from_inputs_leaves_other_rows_alone(gpu):
+    for state_dtype in (F32, BF16):
+        case = suite.InputsCase(1, DIMS[1], 11, state_dtype=state_dtype, layers=2)
+        suite.check_inputs_leave_rows_alone(gpu, case)
+
+
 @pytest.mark.parametrize("dims", ODD_DIMS)
 @pytest.mark.parametrize("state_dtype", [F32, BF16])
 def test_commit_of_head_dims_that_are_no_powers_of_two(gpu, dims, state_dtype):
@@ -235,7 +286,7 @@ def test_greedy_acceptance_equals_the_runtime_rule(gpu, nodes):
 # ------------------------------------------------------------------ many steps
 
 
-@pytest.mark.parametrize("policy", ["reconstruct", "deferred"])
+@pytest.mark.parametrize("policy", ["reconstruct", "inputs", "deferred"])
 @pytest.mark.parametrize("mode", ["reject", "full", "random"])
 def test_a_thousand_commits_drift_no_more_than_plain_decoding(gpu, mode, policy):
     suite.check_drift(gpu, mode, steps=1000, dims=Dims(1, 2, 64, 64), policy=policy)
@@ -308,9 +359,15 @@ class Step:
         q, k = (t.unflatten(-1, (dims.key_heads, dims.key_dim)) for t in (q, k))
         v = v.unflatten(-1, (dims.value_heads, dims.value_dim))
         layer = [x[0] for x in history[:3]] + history[3:] if self.policy == "deferred" else []
-        out, u, g = ops.tree_verify(
-            q, k, v, inputs["a"], inputs["b"], *gates, state[0], *tree, *layer
-        )
+        delta = (q, k, v, inputs["a"], inputs["b"], *gates, state[0], *tree)
+        if self.policy == "inputs":
+            out, accepted = ops.tree_outputs(*delta), accept(inputs)
+            stash = [inputs[name][None] for name in "xab"]
+            of_layers = (weight[None], None, *(gate[None] for gate in gates))
+            ops.commit_inputs(state, windows, *tree, accepted, *stash, *of_layers)
+            ops.conv_commit(windows, *tree, accepted, inputs["x"][None])
+            return out, accepted
+        out, u, g = ops.tree_verify(*delta, *layer)
         accepted = accept(inputs)
         stash = u[None], k[None], g[None]
         if self.policy == "deferred":
@@ -335,7 +392,7 @@ def accept_by_runtime(inputs):
     return suite.acceptance.greedy_accept(tree, inputs["target_ids"]).accepted
 
 
-@pytest.mark.parametrize("policy", ["reconstruct", "deferred"])
+@pytest.mark.parametrize("policy", ["reconstruct", "inputs", "deferred"])
 @pytest.mark.parametrize("nodes", [6, 20])
 def test_a_captured_step_replays_over_other_topologies(gpu, policy, nodes):
     step = Step(1, nodes, policy)

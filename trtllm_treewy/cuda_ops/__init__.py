@@ -14,13 +14,13 @@ from typing import Any
 from .. import cuda_library as lib
 from .acceptance import greedy_accept
 from .call import reference_calls
-from .commits import commit, commit_deferred, flush_history
+from .commits import commit, commit_deferred, commit_inputs, flush_history
 from .conv import conv_commit, prefill_conv, tree_conv
 from .errors import _error_counters as _error_counters  # tests start afresh
 from .errors import error_count
 from .prompts import prefill
 from .rules import reason_for_reference, verify_shared_bytes
-from .verify import tree_verify
+from .verify import tree_outputs, tree_verify
 
 __all__ = [
     "KERNELS",
@@ -34,13 +34,16 @@ __all__ = [
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "tree_verify": tree_verify,
+    "tree_outputs": tree_outputs,
     "commit": commit,
+    "commit_inputs": commit_inputs,
     "commit_deferred": commit_deferred,
     "flush_history": flush_history,
     "tree_conv": tree_conv,
     "conv_commit": conv_commit,
     "prefill_conv": prefill_conv,
     "prefill": prefill,
+    "greedy_accept": greedy_accept,
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import op_checks
-from ..op_inputs import Trees
-from .call import Call, find_copies, prepare
+from .. import cuda_library as lib
+from ..op_acceptance import _check_greedy
+from .call import Call, call_reference, find_copies, prepare
 from .fields import set_tree
 
 
@@ -19,23 +19,15 @@ def greedy_accept(
     num_nodes: Tensor,
     max_path: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `runtime.acceptance.greedy_accept` computes, by one launch.
-
-    Args:
-        token_ids, target_ids: int64 [B, N].
-        slot, parents, num_nodes: int32, see `ops`; slot -1 rows accept nothing.
-        max_path: columns of `path` and the longest path accepted; N where not given.
-
-    Returns:
-        accepted int32 [B], num_accepted int32 [B], path int64 [B, P] and bonus_ids int64 [B].
-
-    Raises:
-        ValueError: for wrong shapes or types, or trees of more nodes than the kernels take.
-    """
+    """`ops.greedy_accept` by one launch."""
     tensors = (token_ids, target_ids, slot, parents, num_nodes)
     call, ready = prepare("greedy_accept", tensors, _setup_greedy, max_path)
+    if call.reason is not None:
+        result: tuple[Tensor, Tensor, Tensor, Tensor]
+        result = call_reference("greedy_accept", call, (*tensors, max_path))
+        return result
     batch, device = parents.shape[0], parents.device
-    columns = max(call.params.max_path, 0)
+    columns = call.params.max_path
     accepted = torch.empty(batch, dtype=torch.int32, device=device)
     num_accepted = torch.empty(batch, dtype=torch.int32, device=device)
     path = torch.empty((batch, columns), dtype=torch.int64, device=device)
@@ -53,18 +45,19 @@ def _setup_greedy(
     num_nodes: Tensor,
     max_path: int | None,
 ) -> None:
-    op = "greedy_accept"
-    op_checks.expect_dims(op, "parents", parents, "batch, N")
-    shape, device = (parents.shape[0], parents.shape[1]), parents.device
-    Trees(slot, parents, num_nodes).check(op, shape, device)
-    for name, ids in (("token_ids", token_ids), ("target_ids", target_ids)):
-        op_checks.expect(op, name, ids, "batch, N", shape, dtypes=(torch.int64,), device=device)
     tensors = (token_ids, target_ids, slot, parents, num_nodes)
+    columns = _check_greedy(*tensors, max_path)
+    if parents.numel() == 0:
+        call.reason = "no nodes"
+    elif parents.shape[1] > lib.MAX_NODES:
+        call.reason = f"more than {lib.MAX_NODES} nodes"
+    if call.reason is not None:
+        return
     call.copies = find_copies(tensors, whole=(2, 3, 4), rows=(0, 1))
     params = call.params
     set_tree(params.tree, parents, 2**31)  # any slot but -1 is one
     params.target_stride, params.token_stride = target_ids.stride(0), token_ids.stride(0)
-    params.max_path = shape[1] if max_path is None else max_path
+    params.max_path = columns
     call.address(params, "token_ids", "target_ids")
     call.address(params.tree, "slot", "parents", "num_nodes")
     call.address(params, "accepted", "num_accepted", "path", "bonus_ids")

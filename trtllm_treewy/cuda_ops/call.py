@@ -19,6 +19,9 @@ from torch import Tensor
 from .. import cuda_library as lib
 from .errors import error_address
 
+# Operators whose launcher has another name than they.
+LAUNCHERS = {"tree_outputs": "treewy_tree_verify"}
+
 # Calls that went to the reference, by operator and reason.
 reference_calls: Counter[tuple[str, str]] = Counter()
 
@@ -35,7 +38,7 @@ class Call:
     """
 
     def __init__(self, op: str, device: torch.device) -> None:
-        self.launcher = f"treewy_{op}"
+        self.launcher = LAUNCHERS.get(op, f"treewy_{op}")
         self.device = device
         self.reason: str | None = None
         self.copies: tuple[int, ...] = ()
@@ -118,12 +121,12 @@ def prepare(
     return call, tensors
 
 
-def call_reference(op: str, call: Call, tensors: tuple[Tensor | None, ...]) -> Any:
+def call_reference(op: str, call: Call, arguments: tuple[Any, ...]) -> Any:
     """The torch reference of an operator."""
     from .. import ops
 
     reference_calls[op, str(call.reason)] += 1
-    return getattr(ops, op)._init_fn(*tensors)
+    return getattr(ops, op)._init_fn(*arguments)
 
 
 def find_copies(

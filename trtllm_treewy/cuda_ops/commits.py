@@ -1,4 +1,4 @@
-"""Commits of recurrent states: at once, deferred to a history, and its flush."""
+"""Commits of recurrent states: from pseudo-values, from inputs, to a history, and its flush."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..op_inputs import Commit, History, Stash
+from ..op_commits import _check_flush
+from ..op_inputs import Commit, History
+from ..op_stash import InputStash, Stash
 from .call import Call, call_reference, find_copies, prepare
-from .fields import set_history, set_stash, set_state, set_tree
-from .rules import history_reason, reason_for_reference
+from .fields import set_history, set_stash, set_state, set_tree, set_weights
+from .rules import DTYPES, history_reason, reason_for_reference
 
 
 def commit(
@@ -36,7 +38,7 @@ def _setup_commit(call: Call, *tensors: Any) -> None:
     Commit(slot, parents, num_nodes, accepted).check("commit", state.device)
     Stash(u, k, g).check("commit", state, parents.shape)
     call.reason = reason_for_reference(
-        state=state, inputs=(k,), float32=(u, g), nodes=parents.shape[1]
+        state=state, inputs=(k,), u=u, float32=(g,), nodes=parents.shape[1]
     )
     if call.reason is not None:
         return
@@ -56,6 +58,70 @@ def _fill_commit(
     call.address(view.tree, "slot", "parents", "num_nodes")
     call.address(view, "accepted")
     call.address(view.stash, "u", "k", "g")
+
+
+def commit_inputs(
+    state: Tensor,
+    conv_state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+) -> None:
+    """`ops.commit_inputs` by one launch for all layers, two where a path may have over 16 nodes."""
+    tensors: tuple[Tensor | None, ...]
+    tensors = (state, conv_state, slot, parents, num_nodes, accepted, x, a, b)
+    tensors += (conv_weight, conv_bias, A_log, dt_bias)
+    call, ready = prepare("commit_inputs", tensors, _setup_inputs)
+    if call.reason is not None:
+        call_reference("commit_inputs", call, tensors)
+    else:
+        call.launch(ready)
+
+
+def _setup_inputs(call: Call, *tensors: Any) -> None:
+    op = "commit_inputs"
+    state, conv_state, slot, parents, num_nodes, accepted, *rest = tensors
+    x, a, b, weight, bias, A_log, dt_bias = rest
+    Commit(slot, parents, num_nodes, accepted).check(op, state.device)
+    stash = InputStash(conv_state, *rest)
+    stash.check(op, state, parents.shape)
+    call.reason = reason_for_reference(
+        state=state,
+        inputs=(weight,) if bias is None else (weight, bias),
+        gates=(a, b),
+        float32=(A_log, dt_bias),
+        conv=(x, conv_state),
+        width=weight.shape[-1],
+        nodes=parents.shape[1],
+    )
+    if call.reason is not None:
+        return
+    call.copies = find_copies(tensors, whole=(2, 3, 4, 5, 9, 10, 11, 12), rows=(6, 7, 8))
+    params = call.params
+    set_tree(params.tree, parents, state.shape[1])
+    set_state(params.state, state, stash.key_heads(op, state))
+    set_weights(params.weights, weight)
+    params.weight_stride = weight.stride(0)
+    params.bias_stride = 0 if bias is None else bias.stride(0)
+    params.A_log_stride, params.dt_bias_stride = A_log.stride(0), dt_bias.stride(0)
+    for name, tensor in (("x", x), ("conv_state", conv_state), ("a", a), ("b", b)):
+        getattr(params, f"{name}_stride")[:] = tensor.stride()[:3]
+    params.dtype, params.gate_dtype = DTYPES[x.dtype], DTYPES[a.dtype]
+    call.count_errors(params)
+    call.address(params.state, "data")
+    call.address(params, "conv_state")
+    call.address(params.tree, "slot", "parents", "num_nodes")
+    call.address(params, "accepted", "x", "a", "b")
+    call.address(params.weights, "weight", "bias")
+    call.address(params, "A_log", "dt_bias")
 
 
 def commit_deferred(
@@ -91,7 +157,7 @@ def _setup_deferred(call: Call, *tensors: Any) -> None:
     History(*pools).check(op, state, k.shape[3])
     history = pools[0], pools[1], pools[2]
     call.reason = reason_for_reference(
-        state=state, inputs=(k,), float32=(u, g, *history), nodes=parents.shape[1]
+        state=state, inputs=(k,), u=u, float32=(g, *history), nodes=parents.shape[1]
     ) or history_reason(history)
     if call.reason is not None:
         return
@@ -119,9 +185,7 @@ def flush_history(
 
 
 def _setup_flush(call: Call, *tensors: Any) -> None:
-    from .. import ops
-
-    ops._check_flush(*tensors)
+    _check_flush(*tensors)
     state, history_u, history_k, history_g, history_len, slot = tensors
     history = history_u, history_k, history_g
     call.reason = reason_for_reference(state=state, float32=history) or history_reason(history)

@@ -33,6 +33,7 @@ def set_stash(view: Any, u: Tensor, k: Tensor, g: Tensor) -> None:
     view.g_stride[:] = g.stride()[:3]
     view.k_dtype = DTYPES[k.dtype]
     view.k_normalized = 0
+    view.u_dtype = DTYPES[u.dtype]
 
 
 def set_history(view: Any, u: Tensor, k: Tensor, g: Tensor) -> None:
@@ -44,9 +45,9 @@ def set_history(view: Any, u: Tensor, k: Tensor, g: Tensor) -> None:
 
 
 def set_weights(view: Any, weight: Tensor) -> None:
-    """Weights of a conv [C, width]."""
+    """Weights of a conv [C, width], or of all layers' [L, C, width]."""
     view.dtype = DTYPES[weight.dtype]
-    view.width = weight.shape[1]
+    view.width = weight.shape[-1]
 
 
 def set_packed(view: Any, slot: Tensor, tokens: int, num_slots: int) -> None:

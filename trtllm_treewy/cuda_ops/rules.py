@@ -24,6 +24,7 @@ def reason_for_reference(
     inputs: tuple[Tensor, ...] = (),
     gates: tuple[Tensor, ...] = (),
     float32: tuple[Tensor | None, ...] = (),
+    u: Tensor | None = None,
     conv: tuple[Tensor, ...] = (),
     width: int = 4,
     nodes: int = 1,
@@ -37,6 +38,7 @@ def reason_for_reference(
     * recurrent state in float32 or bfloat16, [HV, V, K] of a slot contiguous and at 16-byte
       addresses, K and V multiples of 8 and at most 256;
     * `float32`: parameters, stash and histories in float32, contiguous within a slot or node;
+    * pseudo-values `u` in float32, or in bfloat16 beside a bfloat16 state;
     * at most 128 nodes in a tree, conv widths from 2 to 8.
 
     Float64 in any of them therefore runs the reference.
@@ -47,6 +49,10 @@ def reason_for_reference(
             return f"{kind} in {', '.join(sorted(map(str, types)))}"
     if any(x is not None and x.dtype != torch.float32 for x in float32):
         return "parameters, stash or history not in float32"
+    if u is not None and u.dtype != torch.float32:
+        beside = None if state is None else state.dtype
+        if (u.dtype, beside) != (torch.bfloat16, torch.bfloat16):
+            return f"pseudo-values in {u.dtype}"
     if nodes > lib.MAX_NODES:
         return f"more than {lib.MAX_NODES} nodes"
     if not 2 <= width <= lib.MAX_CONV_WIDTH:
@@ -127,10 +133,14 @@ def verify_shared_bytes(
     words = -(-nodes // 32)
     terms = 3 if 4 in (input_bytes, state_bytes) else 2
     weights = (history_blocks + node_blocks) * 2 * terms * 512
-    total = rows * key_dim * state_bytes + (nodes + size) * key_dim * input_bytes
-    total += max(weights, 2 * nodes * (12 + 4 * words)) + (node_blocks - 1) * rows * size * 4
-    total += entries * (4 * key_dim + 8) + nodes * (24 + 4 * words) + 16
-    return total
+    queries = size * key_dim * input_bytes
+    if node_blocks == 1 and not entries and weights <= queries:
+        weights = 0  # in the place of the queries
+    total = rows * key_dim * state_bytes + nodes * key_dim * input_bytes + queries
+    total += min(node_blocks, 2) * size * rows * input_bytes + weights + 512
+    total += (node_blocks - 1) * terms * rows * size * 2
+    total += entries * (4 * key_dim + 8) + nodes * (36 + 4 * words)
+    return total + -(-node_blocks // 4) * 16 + 16
 
 
 @lru_cache(maxsize=16)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import cuda_library as lib
 from ..op_inputs import History, Projections, Trees
+from ..op_stash import stash_dtype
 from .call import Call, call_reference, find_copies, prepare
 from .fields import set_history, set_state, set_tree
 from .rules import DTYPES, history_reason, reason_for_reference, verify_reason
@@ -30,30 +30,68 @@ def tree_verify(
     history_k: Tensor | None = None,
     history_g: Tensor | None = None,
     history_len: Tensor | None = None,
+    u_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.tree_verify` by one launch."""
     projections = (q, k, v, a, b, A_log, dt_bias)
     rest = (slot, parents, num_nodes, history_u, history_k, history_g, history_len)
     tensors: tuple[Tensor | None, ...] = (*projections, state, *rest)
-    call, tensors = prepare("tree_verify", tensors, _setup_verify)
+    call, tensors = prepare("tree_verify", tensors, _setup_verify, u_dtype)
     if call.reason is not None:
-        result: tuple[Tensor, Tensor, Tensor] = call_reference("tree_verify", call, tensors)
+        result: tuple[Tensor, Tensor, Tensor]
+        result = call_reference("tree_verify", call, (*tensors, u_dtype))
         return result
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    u = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    u = torch.empty(v.shape, dtype=u_dtype or torch.float32, device=v.device)
     g = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)
     call.launch((*tensors, out, u, g))
     return out, u, g
 
 
-def _setup_verify(call: Call, *tensors: Any) -> None:
+def tree_outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+) -> Tensor:
+    """`ops.tree_outputs` by one launch, that of `tree_verify` without its stash."""
+    tensors: tuple[Tensor | None, ...]
+    tensors = (q, k, v, a, b, A_log, dt_bias, state, slot, parents, num_nodes)
+    call, tensors = prepare("tree_outputs", tensors, _setup_outputs)
+    if call.reason is not None:
+        result: Tensor = call_reference("tree_outputs", call, tensors)
+        return result
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    no_history = (None, None, None, None)
+    call.launch((*tensors, *no_history, out, None, None))
+    return out
+
+
+def _setup_outputs(call: Call, *tensors: Any) -> None:
+    _setup("tree_outputs", call, (*tensors, None, None, None, None), None)
+
+
+def _setup_verify(call: Call, *tensors_and_type: Any) -> None:
+    *tensors, u_dtype = tensors_and_type
+    _setup("tree_verify", call, tuple(tensors), u_dtype)
+
+
+def _setup(op: str, call: Call, tensors: tuple[Any, ...], u_dtype: torch.dtype | None) -> None:
     q, k, v, a, b, A_log, dt_bias, state, slot, parents, num_nodes, *histories = tensors
     inputs, trees = Projections(*tensors[:7]), Trees(slot, parents, num_nodes)
-    history = History.from_optional("tree_verify", *histories)
-    inputs.check("tree_verify", "batch, N", state)
-    trees.check("tree_verify", (q.shape[0], q.shape[1]), state.device)
+    history = History.from_optional(op, *histories)
+    inputs.check(op, "batch, N", state)
+    trees.check(op, (q.shape[0], q.shape[1]), state.device)
     if history is not None:
-        history.check("tree_verify", state, q.shape[2])
+        history.check(op, state, q.shape[2])
+    of_u = stash_dtype(op, u_dtype, q, state)
     call.reason = (
         reason_for_reference(
             state=state,
@@ -80,7 +118,7 @@ def _setup_verify(call: Call, *tensors: Any) -> None:
     params.b_stride[:] = b.stride()[:2]
     params.g_stride[:] = v.shape[1] * v.shape[2], v.shape[2]
     params.dtype, params.gate_dtype = DTYPES[q.dtype], DTYPES[a.dtype]
-    params.u_dtype = lib.FLOAT32
+    params.u_dtype = DTYPES[of_u]
     call.address(params, "q", "k", "v", "a", "b", "A_log", "dt_bias")
     call.address(params.state, "data")
     call.address(params.tree, "slot", "parents", "num_nodes")

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The update of states by known pseudo-values, behind commits, deferred commits and flushes; and
+// what the launchers of all commits check and choose.
+#pragma once
+
+#include "commit_rows.cuh"
+
+namespace treewy {
+
+// Where the entries of an update come from.
+enum class Source : int {
+    kPath,          // commit: the accepted path
+    kFullHistory,   // deferred commit: the history, where the path does not fit behind it
+    kWholeHistory,  // flush
+};
+
+// Parameters of the kernels; a flush leaves `tree` without parents and `accepted` null.
+struct UpdateParams {
+    treewy_commit_params commit;
+    treewy_history history;
+    CommitCut cut;
+    Source source;
+    bool u_aligned;  // four neighbours of u, or of k, can be read at once
+    bool k_aligned;
+};
+
+treewy_status launch_update(const char* name, UpdateParams params, treewy_stream stream);
+
+// Whether quads at all multiples of the strides can be read at once.
+template <int kCount>
+bool is_quad_layout(const void* data, int dtype, const int64_t (&strides)[kCount]) {
+    for (const int64_t stride : strides) {
+        if (stride % 4 != 0) return false;
+    }
+    return is_aligned(data, static_cast<size_t>(4 * dtype_bytes(dtype)));
+}
+
+treewy_status check_tile(const char* name, int32_t tile, int32_t last_tile, int32_t items);
+treewy_status check_commit(const char* name, const treewy_commit_params& params);
+
+// The cut of states into items of `tile_rows` rows of V; `items` of a block, 0 for auto.
+treewy_status cut_states(const char* name, const treewy_state_pool& pool, int batch, int tile_rows,
+                         int32_t items, CommitCut* cut);
+
+constexpr int kCommitThreads = TREEWY_MAX_NODES;  // of a block: see read_row
+
+inline int vectors_of_thread(int32_t tile) {
+    return tile == TREEWY_COMMIT_VECTORS_4 ? 4 : (tile == TREEWY_COMMIT_VECTORS_16 ? 16 : 8);
+}
+
+// How a row of K values is shared out: kLanes threads of kVecs vectors.
+template <int kLanes, int kVecs>
+struct RowShape {
+    static constexpr int lanes = kLanes;
+    static constexpr int vecs = kVecs;
+};
+
+// Calls run(State, RowShape) for the pool's type and K.
+template <typename Run>
+treewy_status with_row_shape(const treewy_state_pool& pool, const Run& run) {
+    if (pool.dtype == TREEWY_FLOAT32) {
+        if (pool.key_dim <= 64) return run(float{}, RowShape<8, 2>{});
+        if (pool.key_dim <= 128) return run(float{}, RowShape<16, 2>{});
+        return run(float{}, RowShape<16, 4>{});
+    }
+    if (pool.key_dim <= 64) return run(__nv_bfloat16{}, RowShape<8, 1>{});
+    if (pool.key_dim <= 128) return run(__nv_bfloat16{}, RowShape<16, 1>{});
+    return run(__nv_bfloat16{}, RowShape<16, 2>{});
+}
+
+inline bool is_empty(const treewy_state_pool& pool, int batch) {
+    return batch == 0 || pool.layers == 0;
+}
+
+}  // namespace treewy

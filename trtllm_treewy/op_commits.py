@@ -1,0 +1,348 @@
+"""The operators that commit: they move the states of all layers to accepted nodes.
+
+Conventions and shapes are those of `ops`, which exports them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import op_checks, reference
+from .op_inputs import (
+    STATE_LAYOUT,
+    Commit,
+    History,
+    TreePlan,
+    Writes,
+    active_entries,
+    compute_dtype,
+    read_rows,
+    write_entries,
+)
+from .op_stash import InputStash, Stash
+
+
+@torch.library.custom_op("treewy::commit", mutates_args=("state",))
+def commit(
+    state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    u: Tensor,
+    k: Tensor,
+    g: Tensor,
+) -> None:
+    """Moves the states to the accepted nodes, from what `tree_verify` returned.
+
+    Args:
+        state: [L, slots, HV, V, K], written in place.
+        slot, parents, num_nodes, accepted: see the module.
+        u, g: [L, B, N, HV, V] and [L, B, N, HV] of `tree_verify`; u in any of its types.
+        k: [L, B, N, HK, K], as given to `tree_verify` (not normalised).
+    """
+    _check_commit(state, slot, parents, num_nodes, accepted, u, k, g)
+    goal, stash = Commit(slot, parents, num_nodes, accepted), Stash(u, k, g)
+    plan, dtype = goal.trees.plan(), compute_dtype(state, u)
+    active = goal.active("commit", plan, state.shape[1])
+    if goal.is_empty(state.shape[1]):
+        return
+    writes = Writes.of(active, slot)
+    if not writes:
+        return
+    paths = goal.paths(plan, writes.rows)
+    # Layer by layer, so that the temporaries are a layer's states and not the model's.
+    for layer, pool in enumerate(state):
+        path = stash.along(layer, writes.rows, paths, dtype)
+        before = pool.index_select(0, writes.slots).to(dtype)
+        writes.into(pool, reference.commit_path(before, *path, paths >= 0))
+
+
+@commit.register_fake
+def _check_commit(
+    state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    u: Tensor,
+    k: Tensor,
+    g: Tensor,
+) -> None:
+    Commit(slot, parents, num_nodes, accepted).check("commit", state.device)
+    Stash(u, k, g).check("commit", state, parents.shape)
+
+
+@torch.library.custom_op("treewy::commit_inputs", mutates_args=("state",))
+def commit_inputs(
+    state: Tensor,
+    conv_state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+) -> None:
+    """Moves the states to the accepted nodes, from what the projections wrote.
+
+    Conv, norms, gates and pseudo-values of the accepted paths are computed again; the states are
+    those of `commit` up to rounding. Call it before `conv_commit`: it needs the old windows.
+
+    Args:
+        state: [L, slots, HV, V, K], written in place.
+        conv_state: [L, slots, W-1, C], only read.
+        slot, parents, num_nodes, accepted: see the module.
+        x: raw conv inputs [L, B, N, C], as given to `tree_conv`; channels [q, k, v], so that
+            C = 2 HK K + HV V.
+        a, b: raw gates [L, B, N, HV].
+        conv_weight: [L, C, W].
+        conv_bias: [L, C] or None.
+        A_log, dt_bias: [L, HV].
+    """
+    layers = (conv_weight, conv_bias, A_log, dt_bias)
+    _check_inputs(state, conv_state, slot, parents, num_nodes, accepted, x, a, b, *layers)
+    goal, stash = (
+        Commit(slot, parents, num_nodes, accepted),
+        InputStash(conv_state, x, a, b, *layers),
+    )
+    plan, dtype = goal.trees.plan(), compute_dtype(state, x)
+    active = goal.active("commit_inputs", plan, state.shape[1])
+    if goal.is_empty(state.shape[1]):
+        return
+    writes = Writes.of(active, slot)
+    if not writes:
+        return
+    paths = goal.paths(plan, writes.rows)
+    for layer, pool in enumerate(state):
+        before = pool.index_select(0, writes.slots).to(dtype)
+        path = stash.along(layer, writes, paths, before, dtype)
+        writes.into(pool, reference.commit_path(before, *path, paths >= 0))
+
+
+@commit_inputs.register_fake
+def _check_inputs(
+    state: Tensor,
+    conv_state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+) -> None:
+    op = "commit_inputs"
+    Commit(slot, parents, num_nodes, accepted).check(op, state.device)
+    stash = InputStash(conv_state, x, a, b, conv_weight, conv_bias, A_log, dt_bias)
+    stash.check(op, state, parents.shape)
+
+
+@torch.library.custom_op(
+    "treewy::commit_deferred",
+    mutates_args=("state", "history_u", "history_k", "history_g", "history_len"),
+)
+def commit_deferred(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    u: Tensor,
+    k: Tensor,
+    g: Tensor,
+) -> None:
+    """Appends the accepted paths to the histories; a history without room is folded in first.
+
+    Args:
+        state: [L, slots, HV, V, K], written only where a history is folded in.
+        history_u: [L, slots, H, HV, V].
+        history_k: [L, slots, H, HK, K], filled with normalised keys.
+        history_g: [L, slots, H, HV], each entry's own log decay.
+        history_len: int32 [slots], shared by the layers.
+        slot, parents, num_nodes, accepted, u, k, g: as for `commit`.
+
+    Raises:
+        ValueError: also if a path has more than H nodes.
+    """
+    op = "commit_deferred"
+    history, stash = History(history_u, history_k, history_g, history_len), Stash(u, k, g)
+    goal = Commit(slot, parents, num_nodes, accepted)
+    _check_deferred(state, *history, *goal, *stash)
+    plan = goal.trees.plan()
+    active = goal.active(op, plan, state.shape[1])
+    if goal.is_empty(state.shape[1]):
+        return
+    added = _path_lengths(goal, plan)
+    fits = added <= history_u.shape[2]
+    if active.is_cpu and bool((active & ~fits).any()):
+        row = int((active & ~fits).nonzero()[0])
+        raise ValueError(
+            f"treewy::{op}: the accepted path of row {row} has {int(added[row])} nodes, "
+            f"more than the history holds ({history_u.shape[2]})"
+        )
+    active = active & fits
+    full = active & (read_rows(history_len, slot) + added > history_u.shape[2])
+    _fold(state, history, slot, full)
+    _append(history, goal, plan, Writes.of(active, slot), stash)
+
+
+@commit_deferred.register_fake
+def _check_deferred(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    u: Tensor,
+    k: Tensor,
+    g: Tensor,
+) -> None:
+    op = "commit_deferred"
+    Commit(slot, parents, num_nodes, accepted).check(op, state.device)
+    Stash(u, k, g).check(op, state, parents.shape)
+    History(history_u, history_k, history_g, history_len).check(op, state, k.shape[3])
+
+
+def _path_lengths(goal: Commit, plan: TreePlan) -> Tensor:
+    """Nodes on the path to each row's accepted node, [B]."""
+    rows = torch.arange(goal.slot.shape[0], device=goal.slot.device)
+    return plan.ancestors[rows, goal.last(rows)].sum(-1)
+
+
+def _append(history: History, goal: Commit, plan: TreePlan, writes: Writes, stash: Stash) -> None:
+    """Writes the accepted paths behind the histories' last entries."""
+    if not writes:
+        return
+    paths = goal.paths(plan, writes.rows)
+    valid = paths >= 0
+    wanted = valid if writes.keep is None else valid & ~writes.keep[:, None]
+    entries, keep = active_entries(wanted.flatten())
+    length = history.length[writes.slots]
+    at = length[:, None] + torch.arange(paths.shape[1], device=paths.device)
+    index = (writes.slots.repeat_interleave(paths.shape[1])[entries], at.flatten()[entries])
+    dtype = compute_dtype(history.u)
+    for layer in range(stash.u.shape[0]):
+        news = stash.along(layer, writes.rows, paths, dtype)
+        for pool, new in zip(history[:3], news, strict=True):
+            write_entries(pool[layer], index, new.flatten(0, 1)[entries], keep)
+    writes.into(history.length, length + valid.sum(-1))
+
+
+def _fold(state: Tensor, history: History, slot: Tensor, active: Tensor) -> None:
+    """Folds the histories of the active rows into their states and empties them."""
+    writes = Writes.of(active & (read_rows(history.length, slot) > 0), slot)
+    if not writes:
+        return
+    dtype = compute_dtype(state)
+    for layer, pool in enumerate(state):
+        u, k, g = (x[layer].index_select(0, writes.slots).to(dtype) for x in history[:3])
+        before = pool.index_select(0, writes.slots).to(dtype)
+        entries = reference.History(u, k, g, history.length[writes.slots])
+        writes.into(pool, reference.fold_history(before, entries))
+    writes.into(history.length, torch.zeros_like(writes.slots))
+
+
+@torch.library.custom_op(
+    "treewy::flush_history",
+    mutates_args=("state", "history_u", "history_k", "history_g", "history_len"),
+)
+def flush_history(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    slot: Tensor,
+) -> None:
+    """Folds the histories of the slots into their states now, and empties them.
+
+    Args:
+        state, history_u, history_k, history_g, history_len: as for `commit_deferred`.
+        slot: int32 [B], -1 rows are skipped.
+    """
+    _check_flush(state, history_u, history_k, history_g, history_len, slot)
+    if slot.is_cpu:
+        op_checks.slot_values("flush_history", slot, state.shape[1], unique=True)
+    if slot.shape[0] == 0 or state.shape[1] == 0:
+        return
+    _fold(state, History(history_u, history_k, history_g, history_len), slot, slot >= 0)
+
+
+@flush_history.register_fake
+def _check_flush(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    slot: Tensor,
+) -> None:
+    op = "flush_history"
+    op_checks.expect_dims(op, "state", state, f"layers, {STATE_LAYOUT}")
+    op_checks.expect_dims(op, "history_k", history_k, "layers, slots, H, HK, K")
+    op_checks.expect_groups(op, history_k.shape[3], state.shape[2])
+    History(history_u, history_k, history_g, history_len).check(op, state, history_k.shape[3])
+    op_checks.expect_dims(op, "slot", slot, "batch")
+    op_checks.expect_index(op, "slot", slot, "batch", slot.shape, state.device)
+
+
+@torch.library.custom_op("treewy::commit_snapshot", mutates_args=("state",))
+def commit_snapshot(
+    state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    states: Tensor,
+) -> None:
+    """Copies the stored states of the accepted nodes into the pool.
+
+    Args:
+        state: [L, slots, HV, V, K], written in place.
+        slot, parents, num_nodes, accepted: see the module.
+        states: [L, B, N, HV, V, K] of `tree_verify_snapshot`.
+    """
+    _check_snapshot(state, slot, parents, num_nodes, accepted, states)
+    goal = Commit(slot, parents, num_nodes, accepted)
+    active = goal.active("commit_snapshot", goal.trees.plan(), state.shape[1])
+    if goal.is_empty(state.shape[1]):
+        return
+    writes = Writes.of(active, slot)
+    last = goal.last(writes.rows)
+    for pool, stored in zip(state, states, strict=True):
+        writes.into(pool, stored[writes.rows, last])
+
+
+@commit_snapshot.register_fake
+def _check_snapshot(
+    state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    states: Tensor,
+) -> None:
+    op, layout = "commit_snapshot", "layers, batch, N, HV, V, K"
+    op_checks.expect_dims(op, "state", state, f"layers, {STATE_LAYOUT}")
+    Commit(slot, parents, num_nodes, accepted).check(op, state.device)
+    shape = (state.shape[0], *parents.shape, *state.shape[2:])
+    op_checks.expect(op, "states", states, layout, shape, device=state.device)
