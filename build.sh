@@ -28,11 +28,14 @@ usage() {
 Usage: ./build.sh [VERB] [ARGUMENTS]
 
   (none)                 build and install what this machine can: the package into .venv, and
-                         the CUDA kernels into build/ where nvcc is found
+                         the CUDA kernels and the TensorRT plugins into build/ where nvcc is
+                         found
   demo [PROMPT] [ARGS]   generate text with the shipped model, with and without drafts;
                          ARGS go to `trtllm-treewy generate` (trtllm-treewy generate --help)
   test [ARGS]            run the tests; ARGS go to pytest, such as -k NAME or -m slow
   lint                   ruff, mypy, and shellcheck where installed
+  check-tensorrt [ARGS]  build engines with the plugins by the tensorrt Python package of .venv, run
+                         them on the GPU and compare; ARGS such as --steps 1000 --json FILE
   help                   this text
 
 Every verb first installs what it needs; a second run finds it there.
@@ -43,6 +46,8 @@ Environment:
                          Unset, a machine without an NVIDIA GPU whose pip has no settings
                          takes the small CPU build, and any other what pip's settings give
   TREEWY_CUDA_ARCHS      GPU architectures to build the kernels for, as in "90 100"
+  TENSORRT_ROOT          TensorRT's folder, for its headers; else the system's, else those in a
+                         small wheel from PyPI
   pip's own variables and configuration files are respected
 TEXT
 }
@@ -210,6 +215,7 @@ ensure() {
 build() {
     ensure ""
     build_kernels
+    build_plugin
     summary
 }
 
@@ -228,6 +234,15 @@ build_kernels() {
 }
 kernels_failed=""
 
+# The TensorRT plugins, around the kernels; takes TensorRT's headers and nothing else of it.
+build_plugin() {
+    [ -z "$kernels_failed" ] && [ -e build/libtreewy.so ] && command -v "${NVCC:-nvcc}" >/dev/null ||
+        return 0
+    say "Building the TensorRT plugins"
+    PYTHON="$PYTHON" plugins/build_plugin.sh || plugin_failed="see above"
+}
+plugin_failed=""
+
 summary() {
     say "Built and installed"
     "$PYTHON" - <<'CODE'
@@ -240,13 +255,16 @@ print("    operators treewy::*: the torch reference, which runs on any device")
 CODE
     [ -n "$kernels_failed" ] || [ ! -e build/libtreewy.so ] ||
         note "build/libtreewy.so: the CUDA kernels, which serve on a GPU"
+    [ -n "$kernels_failed$plugin_failed" ] || [ ! -e build/libtreewy_tensorrt.so ] ||
+        note "build/libtreewy_tensorrt.so: the TensorRT plugins (docs/plugin.md)"
     say "Left out"
     if [ -n "$kernels_failed" ]; then
         note "CUDA kernels: $kernels_failed"
     elif [ ! -e build/libtreewy.so ]; then
         note "CUDA kernels: no nvcc to compile them (CUDA 13); the torch reference serves"
     fi
-    note "TensorRT plugin and engines, Triton models: not part of this release"
+    [ -z "$plugin_failed" ] || note "TensorRT plugins: $plugin_failed"
+    note "TensorRT engines of whole models, Triton models: not part of this release"
     if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         note "GPU: torch sees none on this machine, models run on the CPU"
     fi
@@ -304,6 +322,18 @@ run_tests() {
     "$PYTHON" -m pytest -o cache_dir=.cache/pytest "$@"
 }
 
+check_tensorrt() {
+    ensure ""
+    build_kernels
+    build_plugin
+    [ -z "$kernels_failed$plugin_failed" ] || die "what is to be checked was not built, see above"
+    "$PYTHON" -c 'import tensorrt' 2>/dev/null ||
+        die "the tensorrt package is not in .venv" \
+            "for TensorRT-LLM 1.2.1: .venv/bin/python -m pip install 'tensorrt~=10.14.1'" \
+            "for the latest: .venv/bin/python -m pip install tensorrt"
+    "$PYTHON" tests/check_tensorrt.py "$@"
+}
+
 lint() {
     ensure dev
     local failed=()
@@ -311,7 +341,8 @@ lint() {
     step ruff-format "$PYTHON" -m ruff format --check .
     step mypy type_check
     if command -v shellcheck >/dev/null; then
-        step shellcheck shellcheck build.sh .ci/run plugins/*.sh plugins/tests/*.sh
+        step shellcheck shellcheck -x build.sh .ci/run plugins/*.sh plugins/tests/*.sh \
+            plugins/tests/tensorrt/*.sh
     else
         say "shellcheck: not installed, skipped"
     fi
@@ -354,6 +385,7 @@ case "$verb" in
         ;;
     demo) demo "$@" ;;
     test) run_tests "$@" ;;
+    check-tensorrt) check_tensorrt "$@" ;;
     lint)
         no_arguments lint $#
         lint

@@ -12,26 +12,14 @@ set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT"
+# shellcheck source=plugins/build_common.sh
+. plugins/build_common.sh
 
 ALL_ARCHS="80 89 90 100 103 120"
 BUILD="${TREEWY_BUILD_DIR:-build}"
 OBJECTS="$BUILD/kernels"
 LIBRARY="$BUILD/libtreewy.so"
 JOBS="${TREEWY_BUILD_JOBS:-$(nproc 2>/dev/null || echo 1)}"
-
-die() {
-    printf 'build_library.sh: %s\n' "$@" >&2
-    exit 1
-}
-
-find_nvcc() {
-    local candidate
-    for candidate in "${NVCC:-}" nvcc "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc"; do
-        if [ -n "$candidate" ] && command -v "$candidate"; then return; fi
-        [ "$candidate" != "${NVCC:-}" ] || [ -z "$candidate" ] || die "NVCC=$candidate does not run"
-    done
-    die "no nvcc found: install CUDA 13, or say where it is with NVCC=/path/to/nvcc"
-}
 
 # Prints one flag a line.
 target_flags() {
@@ -49,27 +37,6 @@ target_flags() {
     if [[ "$last" =~ ^[0-9]+$ ]]; then
         echo "--generate-code=arch=compute_$last,code=compute_$last"
     fi
-}
-
-# needs_build TARGET COMMAND SOURCE...: whether the command or a source changed since.
-needs_build() {
-    local target="$1" command="$2" source
-    shift 2
-    [ -e "$target" ] && [ "$(cat "$target.command" 2>/dev/null)" = "$command" ] || return 0
-    for source in "$@"; do
-        [ ! "$source" -nt "$target" ] || return 0
-    done
-    return 1
-}
-
-# make_target TARGET COMMAND...: the target appears only if the command succeeds.
-make_target() {
-    local target="$1"
-    shift
-    rm -f "$target" "$target.command"
-    "$@" -o "$target.part" || return 1
-    mv "$target.part" "$target"
-    printf '%s' "$*" >"$target.command"
 }
 
 compiler="$(find_nvcc)"
