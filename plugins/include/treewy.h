@@ -322,9 +322,8 @@ TREEWY_API treewy_status treewy_prefill(const treewy_prefill_params* params, tre
 /* How a block is cut; AUTO is the one that a pure function of shape and GPU picks. */
 typedef enum treewy_verify_tile {
   TREEWY_VERIFY_AUTO = 0,
-  TREEWY_VERIFY_ROWS_64 = 1,         /* 64 rows of V, 4 warps of 16 rows */
-  TREEWY_VERIFY_ROWS_128 = 2,        /* 128 rows, 4 warps of 32 rows; bfloat16 state alone */
-  TREEWY_VERIFY_ROWS_128_WARPS_8 = 3 /* 128 rows, 8 warps of 16 rows; bfloat16 state alone */
+  TREEWY_VERIFY_ROWS_64 = 1, /* 64 rows of V */
+  TREEWY_VERIFY_ROWS_128 = 2 /* 128 rows; dtype of 16 bits alone */
 } treewy_verify_tile;
 
 typedef struct treewy_tree_verify_params {

@@ -2,29 +2,12 @@
 //
 // Launcher of tree verification: what a call must fulfil, and which kernel it gets.
 
-#include "tree_verify_kernel.cuh"
+#include "tree_verify_launch.h"
 
 namespace treewy {
 namespace {
 
-constexpr const char* kName = "tree_verify";
-
-// Whether addresses and strides allow vectors of `bytes` bytes.
-template <int kStrides>
-bool moves_in(int bytes, const void* data, const int64_t (&stride)[kStrides], int element_bytes) {
-    bool fits = is_aligned(data, static_cast<size_t>(bytes));
-    for (const int64_t step : stride) fits = fits && step * element_bytes % bytes == 0;
-    return fits;
-}
-
-bool all_aligned(const treewy_tree_verify_params& p, int tile) {
-    const int size = dtype_bytes(p.dtype), lane_rows = 2 * verify_tile(tile).tiles_per_warp;
-    return moves_in(16, p.q, p.q_stride, size) && moves_in(16, p.k, p.k_stride, size) &&
-           moves_in(16, p.v, p.v_stride, size) &&
-           moves_in(lane_rows * size, p.out, p.out_stride, size) &&
-           (p.u == nullptr ||
-            moves_in(lane_rows * dtype_bytes(p.u_dtype), p.u, p.u_stride, dtype_bytes(p.u_dtype)));
-}
+constexpr const char* kName = kVerifyName;
 
 treewy_status check_pointer(const void* pointer, const char* name) {
     if (pointer != nullptr) return TREEWY_OK;
@@ -126,7 +109,7 @@ treewy_status check_types(const treewy_tree_verify_params& p) {
         return fail(TREEWY_INVALID_ARGUMENT, "%s: %s is null: u and g are written both or neither",
                     kName, p.u == nullptr ? "u" : "g");
     }
-    if (p.tile < TREEWY_VERIFY_AUTO || p.tile > TREEWY_VERIFY_ROWS_128_WARPS_8) {
+    if (p.tile < TREEWY_VERIFY_AUTO || p.tile > TREEWY_VERIFY_ROWS_128) {
         return fail(TREEWY_INVALID_ARGUMENT, "%s: tile is %d, must be one of treewy_verify_tile",
                     kName, p.tile);
     }
@@ -187,101 +170,6 @@ treewy_status find_device(Device* device) {
     return status == cudaSuccess ? TREEWY_OK : fail_cuda(kName, status);
 }
 
-// A hint, so that the status does not matter: most of L1 as shared memory, for more blocks.
-void prefer_shared_memory(void (*kernel)(VerifyArgs)) {
-#if defined(TREEWY_ON_HOST)
-    static_cast<void>(kernel);
-#else
-    static_cast<void>(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                           cudaFuncAttributePreferredSharedMemoryCarveout,
-                                           cudaSharedmemCarveoutMaxShared));
-#endif
-}
-
-NodeStrides node_strides(const int64_t (&stride)[3]) {
-    return {static_cast<int>(stride[1]), static_cast<int>(stride[2])};
-}
-
-template <typename Types>
-treewy_status launch_types(const treewy_tree_verify_params& p, const VerifyLayout& layout,
-                           treewy_stream stream) {
-    prefer_shared_memory(tree_verify_kernel<Types>);
-    const int tiles = p.state.value_dim / Types::kRows;
-    const int ratio = p.state.value_heads / p.state.key_heads;
-    VerifyArgs args{p,
-                    node_strides(p.q_stride),
-                    node_strides(p.k_stride),
-                    node_strides(p.v_stride),
-                    node_strides(p.out_stride),
-                    node_strides(p.u_stride),
-                    layout,
-                    inverse_of(tiles),
-                    inverse_of(ratio)};
-    // treewy_history is of all layers: of its strides the slot's counts here.
-    args.params.history.u_stride[0] = p.history.u_stride[1];
-    args.params.history.k_stride[0] = p.history.k_stride[1];
-    args.params.history.g_stride[0] = p.history.g_stride[1];
-    const Grid grid(int64_t{p.state.value_heads} * tiles, p.tree.batch);
-    return launch(kName, tree_verify_kernel<Types>, grid, Types::kThreads,
-                  static_cast<size_t>(layout.total), stream, args);
-}
-
-// At most 16 nodes without a history: for the head dim of the models there are.
-template <typename Input, typename State, int kKeyDim, int kTiles, int kWarps>
-treewy_status launch_blocks(const treewy_tree_verify_params& p, const VerifyLayout& layout,
-                            treewy_stream stream) {
-    if constexpr (kKeyDim == 128 && sizeof(Input) == 2) {
-        if (layout.node_blocks == 1 && layout.history_blocks == 0) {
-            return launch_types<
-                VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kOneBlock>>(p, layout,
-                                                                                      stream);
-        }
-    }
-    return launch_types<VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kAny>>(p, layout,
-                                                                                         stream);
-}
-
-template <typename Input, typename State, int kKeyDim>
-treewy_status launch_tile(int tile, const treewy_tree_verify_params& p, const VerifyLayout& layout,
-                          treewy_stream stream) {
-    if (!all_aligned(p, tile)) {
-        return launch_types<VerifyTypes<Input, State, kKeyDim, 1, 4, Nodes::kUnaligned>>(p, layout,
-                                                                                         stream);
-    }
-    if constexpr (sizeof(Input) == 2) {
-        if constexpr (sizeof(State) == 2) {
-            if (tile == TREEWY_VERIFY_ROWS_128) {
-                return launch_blocks<Input, State, kKeyDim, 2, 4>(p, layout, stream);
-            }
-        }
-        if (tile == TREEWY_VERIFY_ROWS_128_WARPS_8) {
-            return launch_blocks<Input, State, kKeyDim, 1, 8>(p, layout, stream);
-        }
-    }
-    return launch_blocks<Input, State, kKeyDim, 1, 4>(p, layout, stream);
-}
-
-template <typename Input, typename State>
-treewy_status launch_dim(int tile, const treewy_tree_verify_params& p, const VerifyLayout& layout,
-                         treewy_stream stream) {
-    switch (p.state.key_dim) {
-        case 64:
-            return launch_tile<Input, State, 64>(tile, p, layout, stream);
-        case 128:
-            return launch_tile<Input, State, 128>(tile, p, layout, stream);
-        default:
-            return launch_tile<Input, State, 256>(tile, p, layout, stream);
-    }
-}
-
-template <typename Input>
-treewy_status launch_state(int tile, const treewy_tree_verify_params& p, const VerifyLayout& layout,
-                           treewy_stream stream) {
-    return p.state.dtype == TREEWY_FLOAT32
-               ? launch_dim<Input, float>(tile, p, layout, stream)
-               : launch_dim<Input, __nv_bfloat16>(tile, p, layout, stream);
-}
-
 treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stream) {
     treewy_status status = check(p);
     if (status != TREEWY_OK || p.tree.batch == 0 || p.tree.max_nodes == 0) return status;
@@ -293,16 +181,15 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
     const int terms = p.dtype == TREEWY_FLOAT32 ? 3 : p.dtype == TREEWY_FLOAT16 ? 2 : 1;
     const int64_t heads = int64_t{p.tree.batch} * p.state.value_heads;
     int tile = p.tile;
-    if (!all_aligned(p, TREEWY_VERIFY_ROWS_64)) {
-        tile = TREEWY_VERIFY_ROWS_64;  // the only one for what is not aligned
-    } else if (tile == TREEWY_VERIFY_AUTO) {
+    if (tile == TREEWY_VERIFY_AUTO) {
         tile = choose_tile(p.state.value_dim, state_bytes, terms, p.tree.max_nodes, heads,
                            device.multiprocessors);
-    } else if (!tile_exists(tile, p.state.value_dim, state_bytes, terms)) {
-        return fail(TREEWY_UNSUPPORTED,
-                    "%s: tile %d is not for value_dim %d, dtype %d, state dtype %d", kName, tile,
-                    p.state.value_dim, p.dtype, p.state.dtype);
+    } else if (!tile_exists(tile, p.state.value_dim, terms)) {
+        return fail(TREEWY_UNSUPPORTED, "%s: tile %d is not for value_dim %d and dtype %d", kName,
+                    tile, p.state.value_dim, p.dtype);
     }
+    // The only one for what is not aligned.
+    if (!all_aligned(p, tile)) tile = TREEWY_VERIFY_ROWS_64;
     const VerifyShape shape{p.state.key_dim,
                             p.state.value_dim,
                             p.tree.max_nodes,
@@ -310,10 +197,11 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
                             input_bytes,
                             state_bytes,
                             state_bytes == 4 || input_bytes == 4 ? 3 : 2};
-    VerifyLayout layout = best_layout(shape, verify_tile(tile).rows, device.shared_bytes);
+    VerifyLayout layout =
+        best_layout(shape, verify_tile(tile, state_bytes).rows, device.shared_bytes);
     if (layout.total > device.shared_bytes && p.tile == TREEWY_VERIFY_AUTO) {
         tile = TREEWY_VERIFY_ROWS_64;
-        layout = best_layout(shape, verify_tile(tile).rows, device.shared_bytes);
+        layout = best_layout(shape, verify_tile(tile, state_bytes).rows, device.shared_bytes);
     }
     if (layout.total > device.shared_bytes) {
         return fail(
@@ -324,11 +212,11 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
     }
     switch (p.dtype) {
         case TREEWY_FLOAT32:
-            return launch_state<float>(tile, p, layout, stream);
+            return verify_float32(tile, p, layout, stream);
         case TREEWY_FLOAT16:
-            return launch_state<__half>(tile, p, layout, stream);
+            return verify_float16(tile, p, layout, stream);
         default:
-            return launch_state<__nv_bfloat16>(tile, p, layout, stream);
+            return verify_bfloat16(tile, p, layout, stream);
     }
 }
 

@@ -58,34 +58,25 @@ struct VerifyLayout {
 
 inline constexpr int ceil_blocks(int count, int size) { return (count + size - 1) / size; }
 
-inline VerifyTile verify_tile(int tile) {
-    switch (tile) {
-        case TREEWY_VERIFY_ROWS_128:
-            return {128, 4, 2};
-        case TREEWY_VERIFY_ROWS_128_WARPS_8:
-            return {128, 8, 1};
-        default:
-            return {64, 4, 1};
-    }
+// A warp has 32 rows of a bfloat16 state where the tile is wide, else 16.
+inline VerifyTile verify_tile(int tile, int state_bytes) {
+    if (tile != TREEWY_VERIFY_ROWS_128) return {64, 4, 1};
+    return state_bytes == 2 ? VerifyTile{128, 4, 2} : VerifyTile{128, 8, 1};
 }
 
-// Whether the kernel was compiled for the tile. Inputs of float32 take more registers, and a warp
-// with 32 rows of a float32 state too.
-inline bool tile_exists(int tile, int value_dim, int state_bytes, int input_terms) {
+// Whether the kernel was compiled for the tile: inputs of float32 take more registers.
+inline bool tile_exists(int tile, int value_dim, int input_terms) {
     if (tile == TREEWY_VERIFY_ROWS_64) return value_dim % 64 == 0;
-    if (tile != TREEWY_VERIFY_ROWS_128 && tile != TREEWY_VERIFY_ROWS_128_WARPS_8) return false;
-    if (tile == TREEWY_VERIFY_ROWS_128 && state_bytes == 4) return false;
-    return value_dim % 128 == 0 && input_terms < 3;
+    return tile == TREEWY_VERIFY_ROWS_128 && value_dim % 128 == 0 && input_terms < 3;
 }
 
 // The tile of AUTO. Few blocks: 64 rows, so that more multiprocessors have something to do. Many:
-// 128, so that less work is done twice; with a bfloat16 state by warps of 32 rows, which read keys
-// and weights half as often. A float32 state of 128 rows leaves too little shared memory, except
-// where there is little to compute.
+// 128, so that less work is done twice. A float32 state of 128 rows leaves too little shared
+// memory, except where there is little to compute.
 inline int choose_tile(int value_dim, int state_bytes, int input_terms, int max_nodes,
                        int64_t batch_heads, int multiprocessors) {
-    const int wide = state_bytes == 2 ? TREEWY_VERIFY_ROWS_128 : TREEWY_VERIFY_ROWS_128_WARPS_8;
-    if (!tile_exists(wide, value_dim, state_bytes, input_terms)) return TREEWY_VERIFY_ROWS_64;
+    const int wide = TREEWY_VERIFY_ROWS_128;
+    if (!tile_exists(wide, value_dim, input_terms)) return TREEWY_VERIFY_ROWS_64;
     if (state_bytes == 4 && max_nodes > kNodeBlock / 2) return TREEWY_VERIFY_ROWS_64;
     const int64_t blocks = batch_heads * (value_dim / 128);
     return blocks >= multiprocessors ? wide : TREEWY_VERIFY_ROWS_64;
