@@ -27,8 +27,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where PYTHONSAFEPATH is set
 
-from kernel_bench import cases, report  # noqa: E402
-from kernel_bench.results import Results  # noqa: E402
+from kernel_bench import cases, report
+from kernel_bench.results import Results
 
 SECTIONS = ("verify", "stash", "commit", "steps", "other", "peers")
 

@@ -284,9 +284,7 @@ def _history(speculation: MTPDecodingConfig) -> int | None:
     return max(speculation.deferred_history, speculation.max_depth + 1)
 
 
-def _stash_options(
-    speculation: MTPDecodingConfig, cache: KvCacheConfig
-) -> StashOptions:
+def _stash_options(speculation: MTPDecodingConfig, cache: KvCacheConfig) -> StashOptions:
     """What commits work from, decided once, before anything is allocated."""
     state_dtype = getattr(torch, cache.state_dtype)
     stash_dtype = getattr(torch, speculation.stash_dtype)
