@@ -1,13 +1,11 @@
-"""Puts an engine together: limits, memory check, model, executor, drafter.
+"""Puts an engine together: limits, memory budget, model, executor, drafter.
 
-Memory is planned before anything is allocated, the weights included: the pools are first built on
-torch's meta device, which gives their exact sizes and takes no memory.
+Memory is divided before anything is allocated, the weights included (`memory_budget`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -15,19 +13,27 @@ import torch
 
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.llmapi import KvCacheConfig, MTPDecodingConfig
+from trtllm_treewy.memory_plan import MemoryPlan, plan
 from trtllm_treewy.model import Qwen3_5ForCausalLM
 
+from .buckets import Buckets
 from .commit_policy import choose_stash
-from .drafter import Drafter, MtpDynamicDrafter, MtpStaticDrafter, NullDrafter
+from .drafter import Drafter, NullDrafter
 from .engine import Engine
 from .executor import Executor, ExecutorLimits
-from .executor_torch import TorchExecutor, make_kv_cache, make_state_manager
+from .executor_torch import TorchExecutor
+from .memory_budget import Demand, MemoryBudget, divide
+from .prefix_cache import PrefixCache
+from .sampling import AcceptanceRule, SamplingDynamicDrafter, SamplingStaticDrafter
+from .tree_policy import AutoTrees, FullTrees, TreePolicy
+from .tree_sampler import TreeSampler
 
-# What caches may take of the memory that is free, unless the user says.
+# What may be taken of the memory that is free, unless the user says.
 DEFAULT_MEMORY_FRACTION = 0.9
+# Tokens between the checkpoints of a long sequence, unless the user says.
+DEFAULT_CHECKPOINT_INTERVAL = 1024
 # Host-side tables have a row for each slot.
 MAX_BATCH_SIZE = 1 << 16
-MIB, GIB = 1 << 20, 1 << 30
 
 
 class StashOptions(TypedDict):
@@ -35,16 +41,6 @@ class StashOptions(TypedDict):
 
     stash: str
     stash_dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class AllocationPlan:
-    """Bytes that will be allocated: weights, pools of all slots with the stash, one KV block."""
-
-    weights: int
-    state: int
-    kv_block: int
-    report: dict[str, int]
 
 
 def build_engine(
@@ -55,11 +51,12 @@ def build_engine(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    max_batch_size: int,
+    max_batch_size: int | None,
     max_seq_len: int,
     max_num_tokens: int,
+    make_executor: Callable[[ExecutorLimits], Executor] | None = None,
 ) -> tuple[Engine, dict[str, int]]:
-    """An engine, and bytes of one sequence by name (see `LLM.memory_report`).
+    """An engine, and its memory in bytes by name (see `LLM.memory_report`).
 
     Args:
         config: the model's.
@@ -67,27 +64,54 @@ def build_engine(
         speculation, cache: validated settings.
         dtype, device: activation type and place of the model that `load` gives.
         max_batch_size, max_seq_len, max_num_tokens: see `LLM`.
+        make_executor: makes the executor in place of the torch one, which loads nothing then.
 
     Raises:
         ValueError: a limit that makes no sense, or speculation that the model cannot do.
         MemoryError: the plan does not fit; the message says what to lower.
     """
     check_speculation(speculation, config)
-    limits = plan_limits(config, speculation, cache, max_batch_size, max_seq_len, max_num_tokens)
+    check_limits(config, max_batch_size, max_seq_len, max_num_tokens)
     stash = _stash_options(speculation, cache)
-    plan = plan_memory(config, limits, speculation, cache, dtype, stash)
-    limits = fit_to_memory(limits, plan, cache, device)
-    executor = TorchExecutor(
-        load(),
-        limits,
-        state_dtype=getattr(torch, cache.state_dtype),
-        kv_dtype=_kv_dtype(cache, dtype),
-        state_commit=speculation.state_commit,
-        deferred_history=_history(speculation),
-        **stash,
+    sizes = plan_sequence(config, speculation, cache, dtype, max_seq_len, stash["stash"])
+    budget = plan_memory(
+        config, sizes, speculation, cache, dtype, device, max_batch_size, max_num_tokens
     )
-    engine = Engine(executor, make_drafter(executor, speculation), max_num_tokens)
-    return engine, plan.report
+    limits = ExecutorLimits(
+        max_batch_size=budget.num_slots,
+        max_seq_len=max_seq_len,
+        max_nodes=speculation.max_nodes,
+        scratch_rows=sizes.scratch_rows,
+        num_blocks=budget.num_blocks,
+        tokens_per_block=cache.tokens_per_block,
+        num_checkpoints=budget.num_checkpoints,
+    )
+    executor: Executor
+    if make_executor is not None:
+        executor = make_executor(limits)
+    else:
+        executor = TorchExecutor(
+            load(),
+            limits,
+            state_dtype=getattr(torch, cache.state_dtype),
+            kv_dtype=_kv_dtype(cache, dtype),
+            state_commit=speculation.state_commit,
+            deferred_history=_history(speculation),
+            **stash,
+        )
+    engine = Engine(
+        executor,
+        make_drafter(executor, speculation),
+        max_num_tokens,
+        prefixes=make_prefix_cache(executor, cache),
+        policy=make_policy(limits, speculation),
+        sampler=TreeSampler(
+            config.vocab_size, executor.device, AcceptanceRule(speculation.acceptance_rule)
+        ),
+        # Padding is for graphs and kernels; on a CPU it is work for nothing.
+        buckets=Buckets(limits.max_batch_size, limits.max_nodes) if device.type != "cpu" else None,
+    )
+    return engine, _report(sizes, speculation.state_commit, budget)
 
 
 def check_speculation(speculation: MTPDecodingConfig, config: ModelConfig) -> None:
@@ -112,8 +136,8 @@ def make_drafter(executor: Executor, speculation: MTPDecodingConfig) -> Drafter:
     if speculation.kind == "none":
         return NullDrafter()
     if speculation.kind == "static":
-        return MtpStaticDrafter(executor, speculation.topology())
-    return MtpDynamicDrafter(
+        return SamplingStaticDrafter(executor, speculation.topology())
+    return SamplingDynamicDrafter(
         executor,
         max_nodes=speculation.max_nodes,
         max_depth=speculation.max_depth,
@@ -121,131 +145,151 @@ def make_drafter(executor: Executor, speculation: MTPDecodingConfig) -> Drafter:
     )
 
 
-def plan_limits(
-    config: ModelConfig,
-    speculation: MTPDecodingConfig,
-    cache: KvCacheConfig,
-    max_batch_size: int,
-    max_seq_len: int,
-    max_num_tokens: int,
-) -> ExecutorLimits:
-    """Sizes of pools and cache, before memory is looked at."""
+def make_prefix_cache(executor: Executor, cache: KvCacheConfig) -> PrefixCache | None:
+    """The prefix cache, where it is on."""
+    limits = executor.limits
+    if not cache.enable_block_reuse:
+        return None
+    block = limits.tokens_per_block
+    interval = cache.checkpoint_interval
+    if interval is None:
+        interval = -(-DEFAULT_CHECKPOINT_INTERVAL // block) * block
+    return PrefixCache(executor.pages, limits.num_checkpoints, block, interval)
+
+
+def make_policy(limits: ExecutorLimits, speculation: MTPDecodingConfig) -> TreePolicy:
+    """What limits the trees of each step."""
+    if speculation.tree_policy != "auto":
+        return FullTrees()
+    buckets = Buckets(limits.max_batch_size, limits.max_nodes)
+    return AutoTrees(buckets.nodes, buckets.batch)
+
+
+def check_limits(
+    config: ModelConfig, max_batch_size: int | None, max_seq_len: int, max_num_tokens: int
+) -> None:
+    """Raises ValueError for limits that make no sense."""
     for name, value in (
-        ("max_batch_size", max_batch_size),
+        ("max_batch_size", 1 if max_batch_size is None else max_batch_size),
         ("max_seq_len", max_seq_len),
         ("max_num_tokens", max_num_tokens),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-    if max_batch_size > MAX_BATCH_SIZE:
+    if max_batch_size is not None and max_batch_size > MAX_BATCH_SIZE:
         raise ValueError(f"max_batch_size is {max_batch_size}, expected at most {MAX_BATCH_SIZE}")
     if max_seq_len > config.max_position_embeddings:
         raise ValueError(
             f"max_seq_len is {max_seq_len}, expected at most the model's "
             f"max_position_embeddings ({config.max_position_embeddings})"
         )
+
+
+def plan_sequence(
+    config: ModelConfig,
+    speculation: MTPDecodingConfig,
+    cache: KvCacheConfig,
+    dtype: torch.dtype,
+    max_seq_len: int,
+    stash: str,
+) -> MemoryPlan:
+    """What a sequence of `max_seq_len` tokens takes."""
     draft_rows = 0
     if speculation.kind == "dynamic":
         # Each level but the last runs its best top_k nodes through the module.
         draft_rows = speculation.top_k * (speculation.max_depth - 1)
-    scratch = max(speculation.max_nodes, draft_rows)
-    block = cache.tokens_per_block
-    per_sequence = -(-(max_seq_len + scratch) // block)
-    num_blocks = per_sequence * max_batch_size
-    if cache.max_tokens is not None:
-        num_blocks = -(-cache.max_tokens // block)
-    return ExecutorLimits(
-        max_batch_size=max_batch_size,
-        max_seq_len=max_seq_len,
-        max_nodes=speculation.max_nodes,
-        scratch_rows=scratch,
-        num_blocks=num_blocks,
-        tokens_per_block=block,
+    return plan(
+        config,
+        num_nodes=speculation.max_nodes,
+        state_dtype=cache.state_dtype,
+        activation_dtype=_name(dtype),
+        stash=stash,
+        stash_dtype=speculation.stash_dtype,
+        context_length=max_seq_len,
+        history=_history(speculation) or 1,
+        kv_dtype=_name(_kv_dtype(cache, dtype)),
+        tokens_per_block=cache.tokens_per_block,
+        scratch_rows=max(speculation.max_nodes, draft_rows),
     )
 
 
 def plan_memory(
     config: ModelConfig,
-    limits: ExecutorLimits,
+    sizes: MemoryPlan,
     speculation: MTPDecodingConfig,
     cache: KvCacheConfig,
     dtype: torch.dtype,
-    stash: StashOptions,
-) -> AllocationPlan:
-    """Exact sizes of everything that will be allocated, from pools on the meta device."""
-    meta = torch.device("meta")
-    state = make_state_manager(
-        config,
-        limits,
-        device=meta,
-        activation_dtype=dtype,
-        state_dtype=getattr(torch, cache.state_dtype),
-        commit=speculation.state_commit,
-        history=_history(speculation),
-        **stash,
-    )
-    one_block = replace(limits, num_blocks=1)
-    kv_cache = make_kv_cache(config, one_block, device=meta, dtype=_kv_dtype(cache, dtype))
-    kv_block = kv_cache.bytes // 2  # the pool has a sink block besides
-    with meta:
-        parameters = Qwen3_5ForCausalLM(config).parameters()
-        weights = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
-    report = {
-        "state_bytes": state.pool_bytes // limits.max_batch_size,
-        "stash_bytes": state.stash_bytes // limits.max_batch_size,
-        "snapshot_bytes": state.snapshot_bytes // limits.max_batch_size,
-        "kv_bytes_per_token": kv_block // limits.tokens_per_block,
-    }
-    return AllocationPlan(weights, state.pool_bytes + state.stash_bytes, kv_block, report)
-
-
-def fit_to_memory(
-    limits: ExecutorLimits, plan: AllocationPlan, cache: KvCacheConfig, device: torch.device
-) -> ExecutorLimits:
-    """`limits` with as many KV blocks as fit, where the user did not ask for a number of tokens.
+    device: torch.device,
+    max_batch_size: int | None,
+    max_num_tokens: int,
+) -> MemoryBudget:
+    """The memory that may be used, divided; nothing is allocated.
 
     Raises:
-        MemoryError: not even one sequence of `max_seq_len` fits beside the states, or the tokens
-            that were asked for do not.
+        MemoryError: it is too little; the message says what to lower, and by how much.
     """
+    steps = _step_bytes(config, dtype, max_num_tokens) if device.type == "cuda" else 0
+    logits = 4 * speculation.max_nodes * config.vocab_size if device.type == "cuda" else 0
+    demand = Demand(
+        plan=sizes,
+        policy=speculation.state_commit,
+        weights=weight_bytes(config, dtype),
+        graphs=steps,
+        graphs_per_row=logits,
+        max_batch_size=max_batch_size,
+        kv_tokens=cache.max_tokens,
+        prefix_cache=cache.enable_block_reuse,
+        checkpoints=cache.max_checkpoints,
+    )
+    available, where = _available(cache, device)
+    return divide(demand, available, where)
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of the model's parameters; gate parameters stay float32."""
+    with torch.device("meta"):
+        parameters = dict(Qwen3_5ForCausalLM(config).named_parameters())
+    return sum(
+        p.numel() * (4 if name.endswith((".A_log", ".dt_bias")) else dtype.itemsize)
+        for name, p in parameters.items()
+    )
+
+
+def _step_bytes(config: ModelConfig, dtype: torch.dtype, max_num_tokens: int) -> int:
+    """Estimate of the activations that a step of so many tokens has at once, in one layer."""
+    inner = config.intermediate_size or (
+        config.num_experts_per_tok * config.moe_intermediate_size
+        + config.shared_expert_intermediate_size
+    )
+    wide = 4 * config.hidden_size + 3 * inner + 3 * config.conv_dim + 2 * config.value_dim
+    return max_num_tokens * wide * dtype.itemsize
+
+
+def _available(cache: KvCacheConfig, device: torch.device) -> tuple[int | None, str]:
+    """Bytes that may be used, and how that came about."""
     free = free_memory(device)
     fraction = cache.free_gpu_memory_fraction or DEFAULT_MEMORY_FRACTION
-    if free is None or not plan.kv_block:
-        return limits
-    room = int(free * fraction) - plan.weights - plan.state
-    rows = limits.max_seq_len + limits.scratch_rows
-    least = -(-rows // limits.tokens_per_block)
-    wanted = limits.num_blocks if cache.max_tokens is not None else least
-    # One block more: padding is written to it.
-    missing = (wanted + 1) * plan.kv_block - room
-    if missing > 0:
-        raise MemoryError(
-            f"weights ({_size(plan.weights)}), states of max_batch_size={limits.max_batch_size} "
-            f"sequences ({_size(plan.state)}) and {wanted * limits.tokens_per_block} tokens of KV "
-            f"cache ({_size(wanted * plan.kv_block)}) exceed the {_size(int(free * fraction))} "
-            f"that may be used on {device} ({fraction:.0%} of what is free) by {_size(missing)}; "
-            f"{_advice(limits, plan, wanted, missing)}"
-        )
-    return replace(limits, num_blocks=min(limits.num_blocks, room // plan.kv_block - 1))
+    share = None if free is None else int(free * fraction)
+    where = f"on {device} ({fraction:.0%} of what is free)"
+    given = cache.memory_bytes
+    if given is not None and (share is None or given <= share):
+        return given, f"on {device} (kv_cache_config.memory_bytes)"
+    return share, where
 
 
-def _advice(limits: ExecutorLimits, plan: AllocationPlan, blocks: int, missing: int) -> str:
-    """What to lower, and by how much, so that `missing` bytes are saved."""
-    ways = []
-    fewer = -(-missing // max(1, plan.state // limits.max_batch_size))
-    if fewer < limits.max_batch_size:
-        ways.append(f"max_batch_size by {fewer}")
-    fewer_blocks = -(-missing // plan.kv_block)
-    if fewer_blocks < blocks:
-        tokens = fewer_blocks * limits.tokens_per_block
-        ways.append(f"the KV tokens (max_seq_len, kv_cache_config.max_tokens) by {tokens}")
-    if not ways:
-        return "no smaller batch or sequence fits beside the weights; take a smaller dtype or model"
-    return f"lower {', or '.join(ways)}"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
+def _report(sizes: MemoryPlan, policy: str, budget: MemoryBudget) -> dict[str, int]:
+    return {
+        "state_bytes": sizes.per_slot(policy),
+        "stash_bytes": sizes.per_row(policy),
+        "snapshot_bytes": sizes.snapshots,
+        "kv_bytes_per_token": sizes.kv_cache_per_token + sizes.draft_kv_cache_per_token,
+        "checkpoint_bytes": sizes.checkpoint,
+        "weights_bytes": budget.weights,
+        "total_bytes": budget.total,
+        "max_batch_size": budget.num_slots,
+        "kv_blocks": budget.num_blocks,
+        "checkpoints": budget.num_checkpoints,
+    }
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -294,6 +338,10 @@ def _stash_options(speculation: MTPDecodingConfig, cache: KvCacheConfig) -> Stas
             f"(kv_cache_config.mamba_ssm_cache_dtype), which is {cache.state_dtype}"
         )
     return {"stash": choose_stash(speculation.stash), "stash_dtype": stash_dtype}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _kv_dtype(cache: KvCacheConfig, dtype: torch.dtype) -> torch.dtype:

@@ -35,8 +35,19 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, roots: Sequence[DraftRoot]) -> list[DraftTree]:
-        """A tree for each root; node 0 is the root itself."""
+    def propose(self, roots: Sequence[DraftRoot], max_nodes: int | None = None) -> list[DraftTree]:
+        """A tree for each root; node 0 is the root itself.
+
+        `max_nodes` says how many nodes of each tree will be used; it may be larger.
+        """
+        ...
+
+    def resume(self, slot: int, num_entries: int) -> None:
+        """A new sequence starts in `slot`, with so many verified pairs in the cache already."""
+        ...
+
+    def settle(self, slot: int) -> None:
+        """Enters every verified pair but the newest into the cache."""
         ...
 
     def forget(self, slot: int) -> None:
@@ -50,8 +61,14 @@ class NullDrafter:
     def observe(self, slot: int, token_ids: Sequence[int], hidden: Tensor) -> None:
         """Nothing to learn."""
 
-    def propose(self, roots: Sequence[DraftRoot]) -> list[DraftTree]:
+    def propose(self, roots: Sequence[DraftRoot], max_nodes: int | None = None) -> list[DraftTree]:
         return [DraftTree.root_only(root.token_id) for root in roots]
+
+    def resume(self, slot: int, num_entries: int) -> None:
+        """Nothing to keep in mind."""
+
+    def settle(self, slot: int) -> None:
+        """Nothing to enter."""
 
     def forget(self, slot: int) -> None:
         """Nothing to forget."""
@@ -79,7 +96,17 @@ class MtpCache:
         pairs = new if pairs is None else pairs.joined(new)
         self._pending[slot] = pairs
         if len(pairs.token_ids) > self.MAX_PENDING:
-            # The newest pair waits for the proposal: its entry is what the drafts start from.
+            self.settle(slot)
+
+    def resume(self, slot: int, length: int) -> None:
+        """The sequence in `slot` has `length` entries already."""
+        self.drop(slot)
+        self._length[slot] = length
+
+    def settle(self, slot: int) -> None:
+        """Enters all pairs but the newest: its entry is what the next drafts start from."""
+        pairs = self._pending.get(slot)
+        if pairs is not None and len(pairs.token_ids) > 1:
             self._pending[slot] = pairs.part(0, -1)
             self.extend([slot])
             self._pending[slot] = pairs.part(-1, None)
@@ -217,6 +244,12 @@ class _MtpDrafter:
     def observe(self, slot: int, token_ids: Sequence[int], hidden: Tensor) -> None:
         self._cache.add(slot, token_ids, hidden)
 
+    def resume(self, slot: int, num_entries: int) -> None:
+        self._cache.resume(slot, num_entries)
+
+    def settle(self, slot: int) -> None:
+        self._cache.settle(slot)
+
     def forget(self, slot: int) -> None:
         self._cache.drop(slot)
 
@@ -229,7 +262,7 @@ class MtpStaticDrafter(_MtpDrafter):
         self._topology = topology
 
     @torch.inference_mode()
-    def propose(self, roots: Sequence[DraftRoot]) -> list[DraftTree]:
+    def propose(self, roots: Sequence[DraftRoot], max_nodes: int | None = None) -> list[DraftTree]:
         topology = self._topology
         device = self._executor.device
         logits, hidden = self._cache.extend([root.slot for root in roots])
@@ -281,11 +314,12 @@ class MtpDynamicDrafter(_MtpDrafter):
         self._max_nodes, self._max_depth, self._top_k = max_nodes, max_depth, top_k
 
     @torch.inference_mode()
-    def propose(self, roots: Sequence[DraftRoot]) -> list[DraftTree]:
+    def propose(self, roots: Sequence[DraftRoot], max_nodes: int | None = None) -> list[DraftTree]:
+        most = self._max_nodes if max_nodes is None else min(max_nodes, self._max_nodes)
         builders = [
             DynamicTreeBuilder(
                 root.token_id,
-                max_nodes=self._max_nodes,
+                max_nodes=most,
                 max_depth=self._max_depth,
                 top_k=self._top_k,
             )

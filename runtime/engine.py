@@ -1,51 +1,81 @@
-"""The loop: schedule, prefill, propose, verify, accept, commit, postprocess."""
+"""The loop: admit, propose, prefill, verify, accept, commit, postprocess."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from trtllm_treewy.batch import PrefillBatch
+from trtllm_treewy.batch import PrefillBatch, TreeBatch
 from trtllm_treewy.draft_tree import DraftTree, fit_to_budget, to_tree_batch
 
-from .acceptance import Acceptance, greedy_accept
+from .buckets import Buckets
 from .drafter import Drafter, DraftRoot
 from .executor import Executor, StepOutput
+from .greedy import NOT_FINITE, Decision, GreedySampler, Sampler
+from .prefix_cache import PrefixCache
 from .request import Request
-from .scheduler import PrefillChunk, Scheduler
+from .scheduler import Admission, PrefillChunk, Scheduler, split_budget
+from .sequence_memory import SequenceMemory
+from .stats import EngineStats
+from .tree_policy import FullTrees, StepReport, TreePolicy, cut_to_depth
 
-NOT_FINITE = (
-    "the model's logits are not finite; its weights, or its activations in this type, overflow"
-)
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """`token_ids` int64 [batch, N] chosen after each node; `faulty` where there was no choosing."""
-
-    token_ids: Tensor
-    faulty: Tensor
+_Item = TypeVar("_Item")
 
 
 class Engine:
-    """Runs requests to their end. One step serves every request that holds a slot."""
+    """Runs requests to their end. One step serves every request that holds a slot.
 
-    def __init__(self, executor: Executor, drafter: Drafter, max_num_tokens: int) -> None:
+    Args:
+        executor: the device work.
+        drafter: proposes trees.
+        max_num_tokens: tokens of a step: tree nodes and prompt tokens together.
+        prefixes: the prefix cache, None without one.
+        policy: limits the trees of each step.
+        sampler: proposes by the drafter and accepts tokens; greedy unless given.
+        buckets: shapes that steps are padded to, None for no padding.
+        clock: seconds, for statistics and for the policy.
+
+    Attributes:
+        stats: counters, up to date after every step.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        drafter: Drafter,
+        max_num_tokens: int,
+        *,
+        prefixes: PrefixCache | None = None,
+        policy: TreePolicy | None = None,
+        sampler: Sampler | None = None,
+        buckets: Buckets | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         limits = executor.limits
         if max_num_tokens < limits.max_batch_size:
             raise ValueError(
                 f"max_num_tokens is {max_num_tokens}, expected at least max_batch_size "
                 f"({limits.max_batch_size}): every sequence has one token a step"
             )
+        self.stats = EngineStats(
+            slots_total=limits.max_batch_size,
+            kv_blocks_total=limits.num_blocks,
+            checkpoints_total=prefixes.num_checkpoints if prefixes is not None else 0,
+        )
         self._executor = executor
         self._drafter = drafter
         self._max_num_tokens = max_num_tokens
-        self._scheduler = Scheduler(
-            limits.max_batch_size, max_num_tokens, executor.try_allocate, self._free
-        )
+        self._prefixes = prefixes
+        self._policy = policy or FullTrees()
+        self._sampler = sampler or GreedySampler()
+        self._buckets = buckets
+        self._clock = clock
+        self._memory = SequenceMemory(executor, prefixes, self.stats)
+        self._scheduler = Scheduler(limits.max_batch_size, self._memory, self._free)
 
     @property
     def has_work(self) -> bool:
@@ -54,10 +84,14 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a request that `check` accepts."""
         self.check(request)
+        request.added_at = self._clock()
         self._scheduler.add(request)
+        self.stats.requests_added += 1
+        self.stats.waiting = self._scheduler.num_waiting
 
     def check(self, request: Request) -> None:
         """Raises ValueError if the request could never run, saying which limit to raise."""
+        self._sampler.check(request)
         limits = self._executor.limits
         if request.max_total_tokens > limits.max_seq_len:
             raise ValueError(
@@ -67,7 +101,7 @@ class Engine:
             )
         rows = request.max_total_tokens + limits.scratch_rows
         capacity = limits.num_blocks * limits.tokens_per_block
-        if -(-rows // limits.tokens_per_block) > limits.num_blocks:
+        if self._memory.blocks_needed(request.max_total_tokens) > limits.num_blocks:
             raise ValueError(
                 f"a sequence of {request.max_total_tokens} tokens needs {rows} rows of the KV "
                 f"cache, which has {capacity}; raise kv_cache_config.max_tokens or lower "
@@ -76,45 +110,116 @@ class Engine:
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Ends requests and frees what they hold."""
-        self._scheduler.cancel(requests)
+        self._count_ends(self._scheduler.cancel(requests))
 
     def stop(self, request: Request, num_tokens: int, stop_reason: str) -> None:
         """Ends a request whose text met a stop string with its `num_tokens`-th output token."""
+        running = not request.finished
         del request.output_token_ids[num_tokens:]
+        del request.logprobs[num_tokens:]
         request.finish_reason, request.stop_reason = "stop", stop_reason
         self._scheduler.release_finished()
+        if running:
+            self._count_ends([request])
+
+    def drop_prefixes(self) -> None:
+        """Empties the prefix cache."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def step(self) -> None:
-        """One engine step: some prompt tokens, then one tree for every decoding sequence.
+        """One engine step: some prompt tokens, and one tree for every decoding sequence.
 
-        If anything is raised on the way, an interrupt too, every request in the engine ends as
-        cancelled: their states may stand between two tokens. The engine itself stays usable.
+        An error of the executor or the drafter costs the requests of its batch what they had
+        computed, and each is then tried in a batch of its own: one that fails alone ends with
+        that error, and the others go on.
+
+        An interrupt ends every request in the engine as cancelled, and empties the prefix cache:
+        their states may stand between two tokens. The engine itself stays usable.
         """
+        started = self._clock()
         try:
             self._step()
         except BaseException:
             self._executor.discard()
-            self._scheduler.cancel_all()
+            self._executor.pages.recount()
+            self._count_ends(self._scheduler.cancel_all())
+            self.drop_prefixes()
+            self._executor.pages.recount()
             raise
+        self.stats.steps += 1
+        self.stats.step_seconds += self._clock() - started
+        self._refresh_stats()
 
     def _step(self) -> None:
-        chunks = self._scheduler.schedule_prefill()
-        if chunks:
-            self._prefill(chunks)
-            self._scheduler.release_finished()
+        for request in self._scheduler.make_room():
+            request.num_preemptions += 1
+            self.stats.preemptions += 1
+        for admission in self._scheduler.admit():
+            self._start(admission)
         decoding = self._scheduler.decoding
-        if decoding:
-            self._decode(decoding)
-            self._scheduler.release_finished()
+        started = self._clock()
+        trees = self._propose(decoding)
+        decoding = [r for r in decoding if r.request_id in trees]
+        nodes, prompt_tokens = split_budget(
+            self._max_num_tokens,
+            [trees[r.request_id].num_nodes for r in decoding],
+            self._scheduler.prompt_tokens(),
+        )
+        fitted = self._fit([trees[r.request_id] for r in decoding], nodes)
+        self._decode(decoding, fitted, started)
+        chunks = self._scheduler.schedule_prefill(prompt_tokens)
+        for group in _batches(chunks, lambda chunk: chunk.request):
+            self._guard([chunk.request for chunk in group], partial(self._prefill, group))
+        self._finish()
+
+    def _finish(self) -> None:
+        ended = [r for r in self._scheduler.admitted if r.finished]
+        self._scheduler.release_finished()
+        self._count_ends(ended)
+
+    def _start(self, admission: Admission) -> None:
+        request = admission.request
+        if request.admitted_at is None:
+            request.admitted_at = self._clock()
+            self.stats.admissions += 1
+            if request.added_at is not None:
+                self.stats.queue_seconds += request.admitted_at - request.added_at
+        if admission.prefix is not None and request.speculation:
+            prefix = admission.prefix
+            following = request.token_ids[prefix.num_tokens]
+            hidden = self._executor.checkpoint_hidden(prefix.checkpoint).clone()
+            self._drafter.resume(_slot(request), prefix.num_tokens - 1)
+            self._drafter.observe(_slot(request), [following], hidden[None])
+
+    def _guard(self, requests: Sequence[Request], run: Callable[[], None]) -> bool:
+        """Runs a batch; where that raises, its requests start again alone, or a lone one fails."""
+        try:
+            run()
+        except Exception as error:
+            self._executor.discard()
+            self.stats.executor_faults += 1
+            going = [r for r in requests if not r.finished]
+            if len(requests) == 1:
+                for request in going:
+                    request.fail(f"the engine step failed: {type(error).__name__}: {error}")
+            else:
+                for request in going:
+                    request.isolated = True
+                self._scheduler.requeue(going)
+            return False
+        return True
 
     def _free(self, slot: int) -> None:
         self._drafter.forget(slot)
         self._executor.free(slot)
+        self._memory.release(slot)
+
+    # ------------------------------------------------------------------------------- prompts
 
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         spans = [
-            chunk.request.prompt_token_ids[chunk.start : chunk.start + chunk.length]
-            for chunk in chunks
+            chunk.request.token_ids[chunk.start : chunk.start + chunk.length] for chunk in chunks
         ]
         batch = PrefillBatch.pack(
             [token for span in spans for token in span],
@@ -124,83 +229,219 @@ class Engine:
             self._executor.device,
         )
         output = self._executor.prefill(batch)
-        choice = self._choose(
-            output.logits[:, None], [chunk.request for chunk in chunks], depth=None
-        )
-        states = output.hidden.split([chunk.length for chunk in chunks])
-        faulty, target = choice.faulty[:, 0].tolist(), choice.token_ids[:, 0].tolist()
-        for row, (chunk, hidden) in enumerate(zip(chunks, states, strict=True)):
-            request, chosen = chunk.request, target[row]
-            request.num_prefilled += chunk.length
-            if faulty[row]:
-                request.fail(NOT_FINITE)
+        for row, fine in enumerate(output.logits.amax(-1).isfinite().tolist()):
+            chunks[row].request.num_computed += chunks[row].length
+            if not fine:
+                self._fail(chunks[row].request, NOT_FINITE)
+        self.stats.prefilled_tokens += sum(chunk.length for chunk in chunks)
+        self._choose_first(chunks, spans, output)
+        hidden = output.hidden.split([chunk.length for chunk in chunks])
+        for chunk, states in zip(chunks, hidden, strict=True):
+            request, end = chunk.request, chunk.start + chunk.length
+            if request.error is not None:
                 continue
-            if request.prompt_done:
-                request.append([chosen])
-            following = chosen
-            if not request.prompt_done:
-                following = request.prompt_token_ids[request.num_prefilled]
-            tokens = request.prompt_token_ids[chunk.start + 1 : request.num_prefilled]
-            self._drafter.observe(_slot(request), [*tokens, following], hidden)
+            if request.speculation:
+                following = request.token_ids[chunk.start + 1 : end + 1]
+                self._drafter.observe(_slot(request), following, states)
+            self._save(request, states[-1])
 
-    def _decode(self, requests: Sequence[Request]) -> None:
-        roots = [DraftRoot(_slot(r), r.output_token_ids[-1], r.context_len) for r in requests]
-        trees = fit_to_budget(self._drafter.propose(roots), self._max_num_tokens)
+    def _choose_first(
+        self, chunks: Sequence[PrefillChunk], spans: Sequence[Sequence[int]], output: StepOutput
+    ) -> None:
+        """The first token of every request whose prompt is computed now."""
+        rows = [
+            row
+            for row, chunk in enumerate(chunks)
+            if not chunk.request.finished
+            and not chunk.request.output_token_ids
+            and chunk.request.num_computed == chunk.request.num_to_prefill
+        ]
+        if not rows:
+            return
+        requests = [chunks[row].request for row in rows]
+        trees = [DraftTree.root_only(spans[row][-1]) for row in rows]
         batch = to_tree_batch(
             trees,
-            [root.slot for root in roots],
-            [root.context_len for root in roots],
+            [_slot(r) for r in requests],
+            [r.num_computed - 1 for r in requests],
             self._executor.device,
         )
+        decision = self._sampler.decide(output.logits[rows][:, None], batch, trees, requests, 1)
+        faulty = decision.faulty[:, 0].tolist()
+        for row, token in enumerate(decision.acceptance.bonus_ids.tolist()):
+            if faulty[row]:
+                self._fail(requests[row], decision.reason(row))
+            else:
+                self._append(requests[row], [token])
+
+    # --------------------------------------------------------------------------------- trees
+
+    def _propose(self, decoding: Sequence[Request]) -> dict[int, DraftTree]:
+        """A tree for every request, by its id; those whose drafter failed have none."""
+        trees: dict[int, DraftTree] = {}
+        limit = self._policy.limit(len(decoding)) if decoding else None
+        for request in decoding:
+            if not request.speculation or limit == 1:
+                trees[request.request_id] = DraftTree.root_only(request.output_token_ids[-1])
+        for group in _batches([r for r in decoding if r.request_id not in trees], lambda r: r):
+            self._guard(group, partial(self._draft, group, limit, trees))
+        return trees
+
+    def _draft(
+        self, requests: Sequence[Request], limit: int | None, trees: dict[int, DraftTree]
+    ) -> None:
+        roots = [DraftRoot(_slot(r), r.output_token_ids[-1], r.context_len) for r in requests]
+        proposed = self._sampler.propose(self._drafter, requests, roots, limit)
+        for request, tree in zip(requests, proposed, strict=True):
+            trees[request.request_id] = self._cut(request, tree, limit)
+
+    def _cut(self, request: Request, tree: DraftTree, limit: int | None) -> DraftTree:
+        """The tree within the policy's limit, and no deeper than the next state to be saved."""
+        if limit is not None:
+            tree = tree.prune(limit)
+        save = self._memory.next_save(request)
+        return tree if save is None else cut_to_depth(tree, save - request.num_computed - 1)
+
+    def _fit(self, trees: Sequence[DraftTree], nodes: int) -> list[DraftTree]:
+        """The trees within the step's budget, pruned to the best nodes of all."""
+        fitted = fit_to_budget(trees, nodes) if trees else []
+        for before, after in zip(trees, fitted, strict=True):
+            cut = before.num_nodes - after.num_nodes
+            self.stats.pruned_trees += cut > 0
+            self.stats.pruned_tokens += cut
+        return fitted
+
+    def _decode(
+        self, requests: Sequence[Request], trees: Sequence[DraftTree], started: float
+    ) -> None:
+        paths: dict[int, list[int]] = {}
+        rows = list(zip(requests, trees, strict=True))
+        for group in _batches(rows, lambda row: row[0]):
+            members = [request for request, _ in group]
+            drafts = [tree for _, tree in group]
+            if self._guard(members, partial(self._verify, members, drafts, paths)):
+                # Only a verified step clears a request: its prompt may run and its trees fail.
+                for request in members:
+                    request.isolated = False
+        if len(paths) == len(rows) and rows:
+            drafting = [(r, tree) for r, tree in rows if r.speculation]
+            self._policy.observe(
+                StepReport(
+                    rows=len(rows),
+                    seconds=self._clock() - started,
+                    trees=[tree for _, tree in drafting],
+                    paths=[paths[r.request_id] for r, _ in drafting],
+                )
+            )
+
+    def _verify(
+        self,
+        requests: Sequence[Request],
+        trees: Sequence[DraftTree],
+        paths: dict[int, list[int]],
+    ) -> None:
+        batch = self._tree_batch(requests, trees)
         output = self._executor.verify(batch)
-        choice = self._choose(output.logits, requests, batch.depth)
         longest = 1 + max(tree.depth for tree in trees)
-        acceptance = greedy_accept(batch, choice.token_ids, max_path=longest)
-        self._executor.commit(batch, acceptance)
-        self._postprocess(requests, trees, output, choice, acceptance)
+        decision = self._sampler.decide(output.logits, batch, trees, requests, longest)
+        self._executor.commit(batch, decision.acceptance)
+        self._postprocess(requests, trees, output, decision, paths)
+
+    def _tree_batch(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> TreeBatch:
+        rows, nodes = None, None
+        if self._buckets is not None:
+            rows, nodes = self._buckets.pad(len(trees), max(tree.num_nodes for tree in trees))
+        return to_tree_batch(
+            trees,
+            [_slot(request) for request in requests],
+            [request.context_len for request in requests],
+            self._executor.device,
+            pad_nodes_to=nodes,
+            pad_batch_to=rows,
+        )
 
     def _postprocess(
         self,
         requests: Sequence[Request],
         trees: Sequence[DraftTree],
         output: StepOutput,
-        choice: _Choice,
-        acceptance: Acceptance,
+        decision: Decision,
+        paths: dict[int, list[int]],
     ) -> None:
-        """Appends each sequence's accepted tokens and bonus, and tells the drafter of them."""
-        paths, bonus = acceptance.path.tolist(), acceptance.bonus_ids.tolist()
-        faulty = choice.faulty.tolist()
-        for row, request in enumerate(requests):
-            path = [node for node in paths[row] if node >= 0]
+        """Appends accepted tokens and bonus, and tells the drafter of them; notes the paths."""
+        table, bonus = decision.acceptance.path.tolist(), decision.acceptance.bonus_ids.tolist()
+        faulty = decision.faulty.tolist()
+        for row, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+            path = paths[request.request_id] = [node for node in table[row] if node >= 0]
             if any(faulty[row][node] for node in path):
-                request.fail(NOT_FINITE)
+                self._fail(request, decision.reason(row))
                 continue
-            tokens = [trees[row].token_ids[node] for node in path[1:]] + [bonus[row]]
-            taken = request.append(tokens)
-            request.stats.record(trees[row].num_nodes - 1, taken - 1)
+            tokens = [tree.token_ids[node] for node in path[1:]] + [bonus[row]]
+            request.num_computed += len(path)
+            taken = self._append(request, tokens)
+            request.stats.record(tree.num_nodes - 1, taken - 1)
+            self.stats.record_tree(tree.num_nodes - 1, tree.depth, taken - 1)
             if not request.finished:
-                self._drafter.observe(_slot(request), tokens, output.hidden[row, path])
+                hidden = output.hidden[row, path]
+                if request.speculation:
+                    self._drafter.observe(_slot(request), tokens, hidden)
+                self._save(request, hidden[-1])
 
-    @torch.inference_mode()
-    def _choose(self, logits: Tensor, requests: Sequence[Request], depth: Tensor | None) -> _Choice:
-        """The model's own choice after every node; greedy.
+    # ------------------------------------------------------------------------------- the rest
 
-        End and stop tokens are out of the question where `min_tokens` is not reached yet.
-        """
-        for row, request in enumerate(requests):
-            forbidden = request.forbidden_until_min_tokens
-            minimum = request.params.min_tokens or 0
-            count = len(request.output_token_ids)
-            if not forbidden or count >= minimum:
-                continue
-            early = torch.ones_like(logits[row, :, 0], dtype=torch.bool)
-            if depth is not None:
-                early = count + depth[row] < minimum
-            ids = torch.tensor(sorted(forbidden), device=logits.device)
-            masked = logits[row][:, ids].masked_fill(early[:, None], -torch.inf)
-            logits[row, :, ids] = masked
-        best = logits.max(dim=-1)
-        return _Choice(best.indices, ~best.values.isfinite())
+    def _append(self, request: Request, tokens: Sequence[int]) -> int:
+        taken = request.append(tokens)
+        self.stats.generated_tokens += taken
+        if request.first_token_at is None:
+            request.first_token_at = self._clock()
+        return taken
+
+    def _fail(self, request: Request, reason: str) -> None:
+        request.fail(reason)
+        self.stats.non_finite_logits += reason == NOT_FINITE
+
+    def _save(self, request: Request, hidden: Tensor) -> None:
+        """Gives the state to the prefix cache, where it is to be saved."""
+        if self._prefixes is None or not self._memory.is_save_point(request):
+            return
+        slot, count = _slot(request), request.num_computed
+        if request.speculation:
+            self._drafter.settle(slot)  # its rows are part of what is kept
+        self._prefixes.insert(
+            request.token_ids[:count],
+            self._executor.pages.blocks(slot),
+            request.speculation,
+            lambda checkpoint: self._executor.save_checkpoint(slot, checkpoint, hidden),
+        )
+
+    def _count_ends(self, requests: Sequence[Request]) -> None:
+        stats = self.stats
+        for request in requests:
+            request.finished_at = self._clock()
+            stats.requests_finished += request.finish_reason in ("stop", "length")
+            stats.requests_cancelled += request.finish_reason == "cancelled"
+            stats.requests_failed += request.finish_reason == "error"
+        self._refresh_stats()
+
+    def _refresh_stats(self) -> None:
+        stats, scheduler = self.stats, self._scheduler
+        stats.running, stats.waiting = len(scheduler.running), scheduler.num_waiting
+        stats.slots_used = stats.slots_total - scheduler.free_slots
+        stats.recomputed_tokens = scheduler.dropped_tokens
+        stats.kv_blocks_used = stats.kv_blocks_total - self._executor.pages.free_blocks
+        if self._prefixes is not None:
+            stats.kv_blocks_cached = self._prefixes.blocks_held
+            stats.checkpoints_used = self._prefixes.checkpoints_used
+            stats.checkpoint_evictions = self._prefixes.evictions
+
+
+def _batches(
+    items: Sequence[_Item], request_of: Callable[[_Item], Request]
+) -> list[Sequence[_Item]]:
+    """The items in one batch, but those of isolated requests, which have one each."""
+    together = [item for item in items if not request_of(item).isolated]
+    alone = [[item] for item in items if request_of(item).isolated]
+    return [together, *alone] if together else [*alone]
 
 
 def _slot(request: Request) -> int:

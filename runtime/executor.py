@@ -15,6 +15,7 @@ from torch import Tensor
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
 
 from .acceptance import Acceptance
+from .prefix_cache import CachedPrefix, Pages
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class ExecutorLimits:
         scratch_rows: cache rows of a sequence beyond its length, for nodes that are not verified
             yet: those of the tree, or of a draft in progress, whichever are more.
         num_blocks, tokens_per_block: the KV cache's pages.
+        num_checkpoints: states that the prefix cache can keep; 0 without it.
     """
 
     max_batch_size: int
@@ -44,6 +46,7 @@ class ExecutorLimits:
     scratch_rows: int
     num_blocks: int
     tokens_per_block: int
+    num_checkpoints: int = 0
 
 
 class Executor(Protocol):
@@ -52,8 +55,28 @@ class Executor(Protocol):
     limits: ExecutorLimits
     device: torch.device
 
-    def try_allocate(self, slot: int, num_tokens: int) -> bool:
-        """Takes a slot for a sequence of up to `num_tokens`; False if the KV cache is full."""
+    @property
+    def pages(self) -> Pages:
+        """The KV cache's blocks: how many are free, and who holds them."""
+        ...
+
+    def try_allocate(self, slot: int, num_tokens: int, prefix: CachedPrefix | None = None) -> bool:
+        """Takes a slot, and rows for `num_tokens` and a tree; False if the KV cache is full.
+
+        With `prefix` the sequence starts from its rows and its state, else from nothing.
+        """
+        ...
+
+    def try_extend(self, slot: int, num_tokens: int) -> bool:
+        """Rows for `num_tokens` and a tree in a slot that is taken; False if the cache is full."""
+        ...
+
+    def save_checkpoint(self, slot: int, checkpoint: int, hidden: Tensor) -> None:
+        """Keeps the slot's state, and `hidden` [hidden], the model's after its last token."""
+        ...
+
+    def checkpoint_hidden(self, checkpoint: int) -> Tensor:
+        """The hidden state [hidden] that was saved with a checkpoint."""
         ...
 
     def free(self, slot: int) -> None:

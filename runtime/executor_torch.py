@@ -13,6 +13,7 @@ from .acceptance import Acceptance
 from .commit_policy import PSEUDO_VALUES
 from .executor import ExecutorLimits, StepOutput
 from .kv_cache import KvCache
+from .prefix_cache import CachedPrefix, Pages
 from .state_manager import StateManager
 
 
@@ -41,6 +42,7 @@ def make_state_manager(
         history_capacity=history,
         stash=stash,
         stash_dtype=stash_dtype,
+        num_checkpoints=limits.num_checkpoints,
     )
 
 
@@ -107,11 +109,36 @@ class TorchExecutor:
         # The MTP module's layers follow the model's in one cache: one block table serves both.
         self._first_mtp_layer = len(model.config.attention_layers)
 
-    def try_allocate(self, slot: int, num_tokens: int) -> bool:
-        if not self.kv_cache.try_reserve(slot, num_tokens + self.limits.scratch_rows):
+        # Of the last token before each checkpoint: the MTP module's next entry pairs it with the
+        # token that follows, which differs from sequence to sequence.
+        self._checkpoint_hidden = torch.zeros(
+            limits.num_checkpoints, weight.shape[1], dtype=weight.dtype, device=self.device
+        )
+
+    @property
+    def pages(self) -> Pages:
+        return self.kv_cache
+
+    def try_allocate(self, slot: int, num_tokens: int, prefix: CachedPrefix | None = None) -> bool:
+        rows = num_tokens + self.limits.scratch_rows
+        blocks = prefix.blocks if prefix is not None else ()
+        if not self.kv_cache.try_share(slot, blocks, rows):
             return False
         self.state.allocate(slot)
+        if prefix is not None:
+            self.state.restore(slot, prefix.checkpoint)
         return True
+
+    def try_extend(self, slot: int, num_tokens: int) -> bool:
+        return self.kv_cache.try_reserve(slot, num_tokens + self.limits.scratch_rows)
+
+    @torch.inference_mode()
+    def save_checkpoint(self, slot: int, checkpoint: int, hidden: Tensor) -> None:
+        self.state.save(slot, checkpoint)
+        self._checkpoint_hidden[checkpoint] = hidden
+
+    def checkpoint_hidden(self, checkpoint: int) -> Tensor:
+        return self._checkpoint_hidden[checkpoint]
 
     def free(self, slot: int) -> None:
         self.kv_cache.free(slot)

@@ -13,7 +13,7 @@ non-finite value gets NaN, so that a fault stays visible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -78,11 +78,22 @@ class KvCache:
         )
         self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
         self._free = list(range(num_blocks - 1, -1, -1))
+        # Holders of each block: sequences, and the prefix cache.
+        self._refs = [0] * num_blocks
+        self._held: set[int] = set()
 
     @property
     def free_blocks(self) -> int:
-        """Blocks no sequence holds."""
+        """Blocks that neither a sequence nor the prefix cache holds."""
         return len(self._free)
+
+    def blocks(self, slot: int) -> tuple[int, ...]:
+        """Blocks of `slot` in the order of its rows."""
+        return tuple(self._blocks[self._check_slot(slot)])
+
+    def refs(self, block: int) -> int:
+        """Sequences that hold `block`, and one more where the prefix cache does."""
+        return self._refs[block]
 
     @property
     def bytes(self) -> int:
@@ -117,10 +128,12 @@ class KvCache:
         if more > len(self._free):
             return False
         # Given to the slot first and then taken from the free ones: whatever interrupts this,
-        # `free` finds them, and none is lost or held twice.
+        # `recount` finds them, and none is lost or held twice.
         blocks = self._free[: -more - 1 : -1]
         self._blocks[slot] += blocks
         del self._free[-more:]
+        for block in blocks:
+            self._refs[block] = 1
         ids = torch.tensor(blocks, device=self.k.device)
         self.block_table[slot, held : held + more] = ids
         for pool in (self.k, self.v):
@@ -128,12 +141,82 @@ class KvCache:
         return True
 
     def free(self, slot: int) -> None:
-        """Gives back every block of `slot`, if any."""
+        """Takes every block from `slot`, if any; those that nobody else holds are free again."""
         self._check_slot(slot)
         self.block_table[slot] = self.num_blocks
-        held = set(self._free)
-        self._free += [block for block in reversed(self._blocks[slot]) if block not in held]
-        self._blocks[slot] = []
+        blocks, self._blocks[slot] = self._blocks[slot], []
+        self._release(reversed(blocks))
+
+    def try_share(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
+        """Starts `slot` with the rows of `blocks`, and makes rows `0 .. num_tokens - 1` exist.
+
+        All blocks but the last are shared and must not be written by `slot`. The last one is
+        copied: its last row in the MTP module's layers depends on the token that follows, which
+        is the new sequence's own.
+
+        Returns:
+            False, with nothing changed, when there are too few free blocks.
+
+        Raises:
+            ValueError: `slot` holds blocks already, or more rows than `max_seq_len` are asked for.
+        """
+        if self._blocks[self._check_slot(slot)]:
+            raise ValueError(f"KV cache: slot {slot} holds blocks already; free it first")
+        shared = list(blocks[:-1])
+        self._blocks[slot] += shared
+        for block in shared:
+            self._refs[block] += 1
+        if shared:
+            ids = torch.tensor(shared, device=self.k.device)
+            self.block_table[slot, : len(shared)] = ids
+        if not self.try_reserve(slot, max(num_tokens, len(blocks) * self.block_size)):
+            self.free(slot)
+            return False
+        if blocks:
+            source, target = blocks[-1], self._blocks[slot][len(shared)]
+            for pool in (self.k, self.v):
+                rows = self._by_block(pool)
+                rows[:, :, target] = rows[:, :, source]
+        return True
+
+    def hold(self, block: int) -> None:
+        """Keeps `block`, which some sequence holds, for the prefix cache.
+
+        Raises:
+            ValueError: the prefix cache holds it already, or nobody holds it.
+        """
+        if block in self._held or not self._refs[block]:
+            raise ValueError(f"KV cache: block {block} is free or kept already; cannot keep it")
+        self._held.add(block)
+        self._refs[block] += 1
+
+    def drop(self, block: int) -> None:
+        """Ends `hold`; nothing happens where it is not kept."""
+        if block in self._held:
+            self._held.discard(block)
+            self._release([block])
+
+    def drop_all(self) -> None:
+        """Ends `hold` of every block, those of an interrupted insertion among them."""
+        for block in list(self._held):
+            self.drop(block)
+
+    def recount(self) -> None:
+        """Derives who holds what from the sequences and the prefix cache alone.
+
+        After an interrupt in the middle of a change, which may have left the counts behind.
+        """
+        refs = [0] * self.num_blocks
+        for block in (*self._held, *(block for held in self._blocks for block in held)):
+            refs[block] += 1
+        self._refs = refs
+        self._free = [block for block in range(self.num_blocks - 1, -1, -1) if not refs[block]]
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._refs[block] -= 1
+            if not self._refs[block]:
+                self._free.append(block)
 
     def verify(self, tree: TreeBatch) -> TreeAttention:
         """Attention of a draft tree over its context and its own ancestors.

@@ -1,82 +1,176 @@
-"""Orders the work: which requests hold a slot, what is prefilled next. Touches no tensor."""
+"""Orders the work: who holds a slot, who gives it up, what is prefilled next. Touches no tensor."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+import bisect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from .prefix_cache import CachedPrefix
 from .request import Request
+from .sequence_memory import SequenceMemory
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """`length` prompt tokens of `request` from token `start`."""
+    """`length` tokens of `request` from token `start`."""
 
     request: Request
     start: int
     length: int
 
 
-class Scheduler:
-    """First come, first served, over a fixed number of slots.
+@dataclass(frozen=True)
+class Admission:
+    """A request that got a slot, and the cached prefix it starts from."""
 
-    A request takes a slot, and cache blocks for its longest possible output, when it is admitted;
-    so nothing that runs is ever evicted. Prompts longer than the token budget go in chunks.
+    request: Request
+    prefix: CachedPrefix | None
+
+
+def split_budget(budget: int, trees: Sequence[int], prompt_tokens: int) -> tuple[int, int]:
+    """Divides a step's tokens between tree nodes and prompt tokens.
+
+    Every tree has its root. What is left goes to whoever asks for less than half of it, in full,
+    and the rest to the other; where both ask for more, each gets half. So prompts always advance,
+    and drafts are never switched off by a prompt beside them.
+
+    Args:
+        budget: tokens of the step, at least one for each tree and one more for a prompt.
+        trees: nodes of each tree.
+        prompt_tokens: tokens that prompts could run.
+
+    Returns:
+        Nodes for all trees together, roots included, and prompt tokens.
+    """
+    left = budget - len(trees)
+    drafts = sum(trees) - len(trees)
+    for_prompts = min(prompt_tokens, max(left - drafts, -(-left // 2)))
+    return len(trees) + min(drafts, left - for_prompts), for_prompts
+
+
+class Scheduler:
+    """By priority and then first come, first served, over a fixed number of slots.
+
+    A request is admitted when its next tokens fit, and never before one that waits in front of it.
+    A sequence takes more blocks as it grows; when there are none, the newest one of the lowest
+    priority gives up its slot, waits in its old place, and is computed again.
+
+    Args:
+        num_slots: sequences that run at once.
+        memory: gives and grows what they hold.
+        free: takes back all that a slot holds.
+
+    Attributes:
+        dropped_tokens: computed tokens that `requeue` dropped, to be computed again.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        max_num_tokens: int,
-        try_allocate: Callable[[int, int], bool],
-        free: Callable[[int], None],
-    ) -> None:
+    def __init__(self, num_slots: int, memory: SequenceMemory, free: Callable[[int], None]) -> None:
         self._free_slots = list(range(num_slots))
-        self._max_num_tokens = max_num_tokens
-        self._try_allocate = try_allocate
+        self._memory = memory
         self._free = free
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[Request] = []
         self._admitted: list[Request] = []
+        self._arrivals = 0
+        self.dropped_tokens = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._admitted)
 
     @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def admitted(self) -> list[Request]:
+        """Requests with a slot, finished ones too."""
+        return list(self._admitted)
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests with a slot, by priority and arrival."""
+        return sorted((r for r in self._admitted if not r.finished), key=_order)
+
+    @property
     def decoding(self) -> list[Request]:
-        """Requests whose prompt is done, in order of admission."""
-        return [r for r in self._admitted if r.prompt_done and not r.finished]
+        """Those of `running` that have a tree next."""
+        return [r for r in self.running if r.prompt_done]
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
 
     def add(self, request: Request) -> None:
-        self._waiting.append(request)
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        bisect.insort(self._waiting, request, key=_order)
 
-    def schedule_prefill(self) -> list[PrefillChunk]:
-        """Admits what fits, and returns this step's prompt chunks within the token budget."""
-        self._admit()
-        chunks, budget = [], self._max_num_tokens
-        for request in self._admitted:
-            remaining = len(request.prompt_token_ids) - request.num_prefilled
-            length = min(remaining, budget)
-            if length:
-                chunks.append(PrefillChunk(request, request.num_prefilled, length))
-                budget -= length
-        return chunks
+    def make_room(self) -> list[Request]:
+        """Lets every decoding sequence grow, by preempting others or itself; returns those."""
+        preempted: list[Request] = []
+        for request in self.decoding:
+            while request.slot is not None and not self._memory.try_grow(request):
+                newest = self.running[-1]
+                preempted.append(newest)
+                self.requeue([newest])
+        return preempted
 
-    def _admit(self) -> None:
+    def requeue(self, requests: Iterable[Request]) -> None:
+        """Takes the slots of `requests`, which wait again in their old places."""
+        for request in requests:
+            if request.finished or request.slot is None:
+                continue
+            self._free(request.slot)
+            self._return_slot(request)
+            self.dropped_tokens += request.num_computed
+            request.num_computed = request.num_cached = 0
+            bisect.insort(self._waiting, request, key=_order)
+            self._admitted.remove(request)
+
+    def admit(self) -> list[Admission]:
+        """Gives slots to those who wait, in order, as long as the first of them fits."""
+        admissions = []
         while self._waiting and self._free_slots:
             request = self._waiting[0]
+            others = len(self._admitted)
             # It holds its slot before anything is allocated: whatever interrupts the allocation,
             # `cancel` finds the request and gives back what it got.
             request.slot = self._free_slots[-1]
             self._admitted.append(request)
             self._free_slots.pop()
-            self._waiting.popleft()
-            if not self._try_allocate(request.slot, request.max_total_tokens):
+            self._waiting.pop(0)
+            prefix = self._memory.try_admit(request, others)
+            if isinstance(prefix, bool):
                 self._admitted.pop()
-                self._waiting.appendleft(request)
+                self._waiting.insert(0, request)
                 self._return_slot(request)
-                return
+                break
+            admissions.append(Admission(request, prefix))
+        return admissions
+
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that this step could run."""
+        return sum(chunk.length for chunk in self._chunks(None))
+
+    def schedule_prefill(self, budget: int) -> list[PrefillChunk]:
+        """This step's prompt chunks, of at most `budget` tokens together."""
+        return self._chunks(budget)
+
+    def _chunks(self, budget: int | None) -> list[PrefillChunk]:
+        chunks: list[PrefillChunk] = []
+        for request in self.running:
+            stop = request.num_to_prefill
+            save = None if request.prompt_done else self._memory.next_save(request)
+            if save is not None:
+                stop = min(stop, save)
+            length = stop - request.num_computed
+            if budget is not None:
+                length = min(length, budget)
+                budget -= max(0, length)
+            if length > 0 and not request.prompt_done:
+                chunks.append(PrefillChunk(request, request.num_computed, length))
+        return chunks
 
     def release_finished(self) -> None:
         """Gives back the slots of finished requests."""
@@ -91,15 +185,25 @@ class Scheduler:
         if slot is not None and slot not in self._free_slots:
             self._free_slots.append(slot)
 
-    def cancel_all(self) -> None:
-        """Ends every request."""
-        self.cancel([*self._waiting, *self._admitted])
+    def cancel_all(self) -> list[Request]:
+        """Ends every request; returns those that it ended."""
+        return self.cancel([*self._waiting, *self._admitted])
 
-    def cancel(self, requests: Iterable[Request]) -> None:
-        """Ends requests wherever they stand; unknown and finished ones are left alone."""
+    def cancel(self, requests: Iterable[Request]) -> list[Request]:
+        """Ends requests wherever they stand; finished ones are left alone.
+
+        Returns:
+            Those that it ended.
+        """
+        ended = []
         for request in requests:
-            if request.finished:
-                continue
-            request.finish_reason = "cancelled"
-        self._waiting = deque(r for r in self._waiting if not r.finished)
+            if not request.finished:
+                request.finish_reason = "cancelled"
+                ended.append(request)
+        self._waiting = [r for r in self._waiting if not r.finished]
         self.release_finished()
+        return ended
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return -request.priority, request.arrival

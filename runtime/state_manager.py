@@ -40,6 +40,7 @@ class StateManager:
         commit: `reconstruct`, `deferred` or `snapshot` (see `commit_policy`).
         history_capacity: tokens a slot's history holds (deferred only; 16 where not given).
         stash, stash_dtype: what commits work from (see `commit_policy.make_policy`).
+        num_checkpoints: copies of a sequence's state that can be kept (for the prefix cache).
 
     Attributes:
         state: [layers, slots, HV, V, K].
@@ -61,9 +62,10 @@ class StateManager:
         history_capacity: int | None = None,
         stash: str = PSEUDO_VALUES,
         stash_dtype: torch.dtype | None = None,
+        num_checkpoints: int = 0,
     ) -> None:
         sizes = {"num_slots": num_slots, "max_batch_size": max_batch_size, "max_nodes": max_nodes}
-        for name, value in sizes.items():
+        for name, value in {**sizes, "num_checkpoints": num_checkpoints + 1}.items():
             if value < 1:
                 raise ValueError(f"state manager: {name} must be >= 1, got {value}")
         self.config = config
@@ -97,8 +99,23 @@ class StateManager:
         )
         self._conv_weights = LayerStack()
         self._conv_inputs = shape.per_node(config.conv_dim, dtype=activation_dtype)
+        # Recurrent and conv states of checkpoints [layers, checkpoints, ...].
+        self._checkpoints = tuple(
+            pool.new_zeros(pool.shape[0], num_checkpoints, *pool.shape[2:])
+            for pool in (self.state, self.conv_state)
+        )
         self._used: set[int] = set()
         self._pending: TreeGdnStep | None = None
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints there is room for."""
+        return self._checkpoints[0].shape[1]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Memory of all checkpoints."""
+        return sum(pool.numel() * pool.element_size() for pool in self._checkpoints)
 
     @property
     def pool_bytes(self) -> int:
@@ -200,6 +217,32 @@ class StateManager:
         """Drops the pending tree, if there is one; every state stays as it is."""
         self._pending = None
 
+    def save(self, slot: int, checkpoint: int) -> None:
+        """Copies the committed state and conv state of `slot` to `checkpoint`.
+
+        Raises:
+            ValueError: a slot that is not allocated or whose tree is pending, or no such
+                checkpoint.
+        """
+        self._check_checkpoint(checkpoint)
+        self._check_not_pending([slot], "save")
+        self.materialize(slot)
+        for pool, kept in zip((self.state, self.conv_state), self._checkpoints, strict=True):
+            kept[:, checkpoint] = pool[:, slot]
+
+    def restore(self, slot: int, checkpoint: int) -> None:
+        """Gives `slot`, just allocated, the states of `checkpoint`.
+
+        Raises:
+            ValueError: as for `save`.
+        """
+        self._check_checkpoint(checkpoint)
+        self._check_used([slot])
+        self._check_not_pending([slot], "restore")
+        self.policy.clear(slot)
+        for pool, kept in zip((self.state, self.conv_state), self._checkpoints, strict=True):
+            pool[:, slot] = kept[:, checkpoint]
+
     def materialize(self, slot: int) -> None:
         """Brings `state[:, slot]` up to date (deferred commit: fold the history in)."""
         self._check_used([slot])
@@ -208,6 +251,10 @@ class StateManager:
     def _check_range(self, slot: int) -> None:
         if not 0 <= slot < self.shape.slots:
             raise ValueError(f"slot must be in [0, {self.shape.slots}), got {slot}")
+
+    def _check_checkpoint(self, checkpoint: int) -> None:
+        if not 0 <= checkpoint < self.num_checkpoints:
+            raise ValueError(f"checkpoint must be in [0, {self.num_checkpoints}), got {checkpoint}")
 
     def _check_used(self, slots: list[int]) -> None:
         """Every slot but -1 must be allocated, and occur once."""

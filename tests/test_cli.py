@@ -180,6 +180,21 @@ DRAFTS = [
         },
     ),
     (["--no-speculation"], {"draft_tree_widths": ()}),
+    (["--tree-policy", "auto"], {"tree_policy": "auto"}),
+    (["--tree-policy", "dynamic"], {"tree_policy": "dynamic"}),
+    (["--tree-policy", "static"], {"tree_policy": "static", "draft_tree_widths": (3, 3, 3)}),
+    (
+        ["--tree-policy", "auto", "--draft-tree-widths", "2,2"],
+        {"tree_policy": "auto", "draft_tree_widths": (2, 2)},
+    ),
+    (
+        ["--tree-policy", "dynamic", "--dynamic-tree-top-k", "5", "--max-draft-len", "2"],
+        {"tree_policy": "dynamic", "dynamic_tree_max_topK": 5, "max_draft_len": 2},
+    ),
+    (
+        ["--acceptance-rule", "rejection"],
+        {"acceptance_rule": "rejection", "draft_tree_widths": (3, 3, 3)},
+    ),
 ]
 
 
@@ -189,6 +204,27 @@ def test_draft_flags(fake_llm, model, flags, settings, commit):
     assert run("generate", model, "p", *flags, "--state-commit", commit) == 0
     made = fake_llm.made[0].settings["speculative_config"]
     assert made == MTPDecodingConfig(state_commit=commit, **settings)
+
+
+@pytest.mark.parametrize("stash", ["auto", "pseudo_values", "inputs"])
+def test_stash_flag(stash, fake_llm, model):
+    assert run("generate", model, "p", "--stash", stash) == 0
+    made = fake_llm.made[0].settings["speculative_config"]
+    assert made == MTPDecodingConfig(draft_tree_widths=(3, 3, 3), stash=stash)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reuse"),
+    [
+        ((), KvCacheConfig().enable_block_reuse),
+        (("--block-reuse",), True),
+        (("--no-block-reuse",), False),
+        (("--block-reuse", "--no-block-reuse"), False),
+    ],
+)
+def test_block_reuse_flags(flags, reuse, fake_llm, model):
+    assert run("generate", model, "p", *flags) == 0
+    assert fake_llm.made[0].settings["kv_cache_config"] == KvCacheConfig(enable_block_reuse=reuse)
 
 
 def test_no_speculation_summary(fake_llm, model, capsys):
@@ -238,6 +274,38 @@ def test_settings_reach_the_api(fake_llm, model):
     assert llm.settings["max_seq_len"] == 99
     assert llm.settings["kv_cache_config"].state_dtype == "bfloat16"
     assert llm.params == SamplingParams(max_tokens=7, stop=["A", "B"], ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ("--temperature 0.8 --seed 7", {"temperature": 0.8, "seed": 7}),
+        ("--top-p 0.9 --top-k 0", {"top_p": 0.9, "top_k": 0}),
+        ("--temperature 0", {"temperature": 0.0}),
+        (f"--seed {2**64 - 1}", {"seed": 2**64 - 1}),
+    ],
+)
+def test_sampling_flags(flags, settings, fake_llm, model):
+    assert run("generate", model, "p", *flags.split()) == 0
+    expected = SamplingParams(max_tokens=arguments.DEFAULT_MAX_TOKENS, **settings)
+    assert fake_llm.made[0].params == expected
+
+
+def test_a_seed_gives_one_text_with_any_drafts(shipped_model, capsys):
+    """The real model: `--seed` with `--temperature`, over all that may not change the text."""
+    sampling = ["--temperature", "0.8", "--max-tokens", "24", "--json", "--quiet", "--seed"]
+    engine = ["--dtype", "float32", "--device", "cpu", "--max-seq-len", "128"]
+
+    def ids(seed, *flags):
+        prompt = "The location of the error log"
+        words = ["generate", str(shipped_model), prompt, *sampling, str(seed), *engine, *flags]
+        assert run(*words) == 0
+        return json.loads(capsys.readouterr().out)["token_ids"]
+
+    expected = ids(3, "--no-speculation")
+    assert ids(3, "--stash", "inputs") == expected
+    assert ids(3, "--tree-policy", "auto", "--block-reuse") == expected
+    assert ids(4) != expected
 
 
 def test_prompts_from_everywhere(fake_llm, model, tmp_path, monkeypatch, capsys):
@@ -369,6 +437,45 @@ ERRORS = [
         ["generate", "MODEL", "p", "--dynamic-tree-top-k", "3"],
         "argument --dynamic-tree-top-k: needs --dynamic-tree ",
     ),
+    (
+        ["generate", "MODEL", "p", "--dynamic-tree-top-k", "3", "--tree-policy", "static"],
+        "argument --dynamic-tree-top-k: needs --dynamic-tree ",
+    ),
+    (
+        ["generate", "MODEL", "p", "--tree-policy", "static", "--dynamic-tree", "3"],
+        "argument --tree-policy static: not allowed with argument --dynamic-tree",
+    ),
+    (
+        ["generate", "MODEL", "p", "--tree-policy", "dynamic", "--draft-tree-widths", "3"],
+        "argument --tree-policy dynamic: not allowed with argument --draft-tree-widths",
+    ),
+    (
+        ["generate", "MODEL", "p", "--tree-policy", "dynamic", "--draft-tree-parents", "-1,0"],
+        "argument --tree-policy dynamic: not allowed with argument --draft-tree-parents",
+    ),
+    (["generate", "MODEL", "p", "--tree-policy", "best"], "invalid choice: 'best'"),
+    (["generate", "MODEL", "p", "--acceptance-rule", "any"], "invalid choice: 'any'"),
+    (["generate", "MODEL", "p", "--stash", "states"], "invalid choice: 'states'"),
+    (
+        ["generate", "MODEL", "p", "--stash", "inputs", "--state-commit", "deferred"],
+        "argument --stash inputs: needs --state-commit reconstruct",
+    ),
+    (
+        ["generate", "MODEL", "p", "--temperature", "hot"],
+        "--temperature: expected a number, got 'hot'",
+    ),
+    (["generate", "MODEL", "p", "--temperature", "nan"], "expected a number, got 'nan'"),
+    (
+        ["generate", "MODEL", "p", "--temperature", "-1"],
+        "error: --temperature must be a number >= 0, got -1.0",
+    ),
+    (
+        ["generate", "MODEL", "p", "--top-p", "1.5"],
+        r"error: --top-p must be a number in \[0, 1\], got 1.5",
+    ),
+    (["generate", "MODEL", "p", "--top-k", "-1"], "--top-k: expected an integer >= 0, got '-1'"),
+    (["generate", "MODEL", "p", "--seed", "x"], "--seed: expected an integer >= 0, got 'x'"),
+    (["generate", "MODEL", "p", "--seed", str(2**64)], r"error: --seed must be below 2\^64"),
     (["generate", "MODEL", "p", "--state-commit", "copy"], "invalid choice: 'copy'"),
     (["generate", "MODEL", "p", "--dtype", "int8"], "invalid choice: 'int8'"),
     (["plan"], "required: CONFIG"),
@@ -418,6 +525,7 @@ SHAPES = [
     ("--dynamic-tree", "3"),
     ("--max-draft-len", "3"),
     ("--dynamic-tree-top-k", "3"),
+    ("--tree-policy", "auto"),
 ]
 
 
@@ -718,8 +826,9 @@ def test_plan_json_and_table(capsys):
     assert plan["state_bytes"] == 30 * 2**20  # 30 layers of 32 heads, 128 x 128 of 2 bytes
     assert plan["num_nodes"] == 7
     assert plan["memory_bytes"] == 60 * 10**9
-    total = plan["policies"]["reconstruct"]["total_bytes"]
-    assert plan["max_sequences"]["reconstruct"] == 60 * 10**9 // total
+    reserved = plan["policies"]["reconstruct"]["reserved_bytes"]
+    block = 32 * (plan["kv_cache_bytes_per_token"] + plan["draft_kv_cache_bytes_per_token"])
+    assert plan["max_sequences"]["reconstruct"] == (60 * 10**9 - block) // reserved
     assert run("plan", "Qwen3.5-35B-A3B", *flags) == 0
     table = capsys.readouterr().out
     for policy in ("reconstruct", "deferred", "snapshot"):

@@ -354,6 +354,50 @@ def test_new_blocks_are_zero():
     assert not cache.v[:, :, rows].any()
 
 
+def test_shared_blocks_are_counted_and_the_last_one_is_copied():
+    """CASES 8, 16: a sequence that starts from another's rows, and what is left when both end."""
+    cache = make_cache(num_blocks=8, num_slots=3, max_seq_len=24)
+    assert cache.try_reserve(1, 12)
+    first = cache.blocks(1)
+    cache.k.normal_()
+    cache.v.normal_()
+    for block in first[:2]:
+        cache.hold(block)
+    assert cache.try_share(0, first[:2], 14)
+    assert cache.blocks(0)[0] == first[0]
+    assert len(set(cache.blocks(0)) & set(first)) == 1
+    assert [cache.refs(block) for block in first] == [3, 2, 1]
+    rows = [cache._physical(torch.tensor([s]), torch.arange(8)[None])[0] for s in (0, 1)]
+    assert torch.equal(cache.k[:, :, rows[0]], cache.k[:, :, rows[1]])
+    assert torch.equal(cache.v[:, :, rows[0]], cache.v[:, :, rows[1]])
+    cache.free(1)
+    assert cache.free_blocks == 8 - 2 - 3
+    assert not cache.try_share(2, first[:2], 24), "five more blocks are not there"
+    assert (cache.blocks(2), cache.free_blocks) == ((), 3)
+    cache.drop(first[1])
+    cache.drop(first[1])
+    assert cache.free_blocks == 4
+    cache.free(0)
+    assert (cache.free_blocks, cache.refs(first[0])) == (7, 1)
+    cache._refs, cache._free = [9] * 8, []  # as an interrupt could leave them
+    cache.recount()
+    assert (cache.free_blocks, cache.refs(first[0])) == (7, 1)
+    cache.drop_all()
+    assert cache.free_blocks == 8
+
+
+def test_refusals_of_sharing():
+    cache = make_cache(num_blocks=8, num_slots=2, max_seq_len=16)
+    assert cache.try_reserve(0, 4)
+    (block,) = cache.blocks(0)
+    with pytest.raises(ValueError, match="slot 0 holds blocks already"):
+        cache.try_share(0, (), 4)
+    cache.hold(block)
+    for bad in (block, (block + 1) % 8):
+        with pytest.raises(ValueError, match="is free or kept already"):
+            cache.hold(bad)
+
+
 def test_memory_figure():
     cache = make_cache(num_blocks=7)
     assert cache.bytes == 8 * BLOCK * 2 * LAYERS * KV_HEADS * DIM * 4  # the sink is a block too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 
@@ -11,6 +12,7 @@ import torch
 from checkpoints import hf_config, write_checkpoint
 
 from trtllm_treewy import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
+from trtllm_treewy.batch import PrefillBatch
 from trtllm_treewy.runtime import build
 
 TREE = {"draft_tree_widths": [2, 2, 2]}
@@ -183,10 +185,9 @@ def test_abort_frees_the_slot(llm):
     assert next(stream, None) is None
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("place", ["verify", "commit", "draft", "prefill"])
-def test_failure_in_a_step_leaves_the_engine_usable(place, error, llm, monkeypatch):
-    """Whatever stage fails, nothing stays half done and the next request is right."""
+def test_interrupt_in_a_step_leaves_the_engine_usable(place, llm, monkeypatch):
+    """Whatever stage is interrupted, nothing stays half done and the next request is right."""
     expected = tokens(llm, [5, 6, 7], max_tokens=15)
     executor, calls = llm._engine._executor, []
     original = getattr(executor, place)
@@ -194,16 +195,41 @@ def test_failure_in_a_step_leaves_the_engine_usable(place, error, llm, monkeypat
     def failing(*args, **kwargs):
         calls.append(place)
         if len(calls) == (1 if place == "prefill" else 3):
-            raise error("boom")
+            raise KeyboardInterrupt
         return original(*args, **kwargs)
 
     monkeypatch.setattr(executor, place, failing)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         llm.generate([[5, 6, 7], [1, 2], [3]], SamplingParams(max_tokens=15))
     monkeypatch.undo()
     assert not llm._engine.has_work
     assert slots_are_free(llm)
     assert tokens(llm, [5, 6, 7], max_tokens=15) == expected
+
+
+@pytest.mark.parametrize("place", ["verify", "commit", "draft", "prefill"])
+def test_an_error_in_a_step_is_told_or_made_up_for(place, llm, monkeypatch):
+    """A step of several sequences that raises once costs no token; a lone one fails with it."""
+    prompts = [[5, 6, 7], [1, 2]]
+    expected = [tokens(llm, prompt, max_tokens=15) for prompt in prompts]
+    executor, calls = llm._engine._executor, []
+    original = getattr(executor, place)
+
+    def failing(*args, **kwargs):
+        calls.append(place)
+        if len(calls) == 1:
+            raise RuntimeError("boom")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(executor, place, failing)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=15))
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    calls.clear()
+    output = llm.generate(prompts[0], SamplingParams(max_tokens=15))
+    assert output.outputs[0].finish_reason == "error"
+    assert output.error == "the engine step failed: RuntimeError: boom"
+    assert slots_are_free(llm)
+    assert tokens(llm, [5, 6, 7], max_tokens=15) == expected[0]
 
 
 @pytest.mark.parametrize("place", ["clear", "try_reserve", "free", "forget"])
@@ -357,7 +383,7 @@ def test_end_tokens_of_the_generation_config(checkpoint, tmp_path):
         ({"dtype": "int8"}, "dtype: expected"),
         ({"speculative_config": {"draft_tree_width": [3]}}, "did you mean 'draft_tree_widths'"),
         ({"speculative_config": {"draft_tree_widths": [6, 6, 6]}}, "259 nodes"),
-        ({"kv_cache_config": {"enable_block_reuse": True}}, "not supported in this version"),
+        ({"kv_cache_config": {"max_checkpoints": 4}}, "needs enable_block_reuse=True"),
     ],
 )
 def test_bad_settings(settings, message, checkpoint):
@@ -509,3 +535,146 @@ def test_low_precision_runs(dtype, checkpoint):
     ) as llm:
         assert llm._engine._executor.state.state.dtype == torch.bfloat16
         assert len(tokens(llm, [5, 6, 7], max_tokens=20)) == 20
+
+
+SHARED = list(range(40))
+
+
+@pytest.mark.parametrize(
+    "speculation", [None, TREE, {"tree_policy": "auto"}, {**TREE, "state_commit": "deferred"}]
+)
+def test_prefix_cache_by_its_setting(speculation, checkpoint):
+    """Prompts that share a start, twice over: the same texts, and most of the prompts not run."""
+    prompts = [[*SHARED, *range(n)] for n in (3, 9, 20)] + [SHARED[:33]]
+    settings = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu"}
+    settings |= {"max_seq_len": 128, "max_batch_size": 2}
+    with LLM(checkpoint, **settings) as plain:
+        expected = [tokens(plain, prompt, max_tokens=12) for prompt in prompts]
+    cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8, max_checkpoints=12)
+    with LLM(checkpoint, kv_cache_config=cache, speculative_config=speculation, **settings) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=12))
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+        stats = llm.stats
+        assert stats.prefix_hits >= 4
+        assert stats.prefilled_tokens == stats.prefix_queried_tokens - stats.prefix_hit_tokens
+        assert stats.checkpoints_total == 12
+        assert stats.requests_finished == 8
+        llm._engine.drop_prefixes()
+        assert slots_are_free(llm)
+
+
+def test_as_many_sequences_as_memory_allows(checkpoint):
+    """max_batch_size=None: the number comes from the memory that was given."""
+    settings = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
+    settings |= {"max_batch_size": None, "max_seq_len": 64, "speculative_config": TREE}
+    sizes = []
+    for memory in (2 << 20, 4 << 20):
+        cache = KvCacheConfig(memory_bytes=memory, tokens_per_block=8)
+        with LLM(checkpoint, kv_cache_config=cache, **settings) as llm:
+            report = llm.memory_report()
+            assert report["total_bytes"] <= memory
+            sizes.append(report["max_batch_size"])
+            assert len(tokens(llm, [1, 2], max_tokens=5)) == 5
+    assert 1 < sizes[0] < sizes[1]
+
+
+def test_seeded_sampling_is_the_same_with_and_without_drafts(llm, checkpoint):
+    params = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=11)
+    with LLM(checkpoint, skip_tokenizer_init=True, dtype="float32", device="cpu") as plain:
+        expected = plain.generate([5, 6, 7], params).outputs[0].token_ids
+    outputs = llm.generate([[5, 6, 7], [1], [5, 6, 7]], params)
+    assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids == expected
+    assert expected != tokens(llm, [5, 6, 7], max_tokens=20)
+    with pytest.raises(ValueError, match="logit_bias has token id 97"):
+        llm.generate([1], SamplingParams(logit_bias={97: 1.0}))
+
+
+PROMPT = "The location of the error log"
+
+
+def test_a_seed_gives_one_text_with_and_without_drafts(text_llm, shipped_model):
+    """The shipped model at temperature 0.8: as text, streamed, and with the log probabilities."""
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, logprobs=2)
+    with LLM(shipped_model, dtype="float32", device="cpu", max_seq_len=256) as plain:
+        expected = plain.generate(PROMPT, params).outputs[0]
+    output = text_llm.generate(PROMPT, params)
+    found = output.outputs[0]
+    assert output.speculation.num_accepted > 0
+    assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+    for own, other in zip(found.logprobs, expected.logprobs, strict=True):
+        assert list(own) == list(other)
+        for token in own:
+            assert own[token].logprob == pytest.approx(other[token].logprob, abs=1e-3)
+    streamed = text_llm.generate_async(PROMPT, params).result().outputs[0]
+    assert (streamed.text, streamed.token_ids) == (expected.text, expected.token_ids)
+    reseeded = SamplingParams(max_tokens=40, temperature=0.8, seed=6)
+    assert text_llm.generate(PROMPT, reseeded).outputs[0].text != expected.text
+
+
+def check_logprobs(completion, count):
+    """One entry a token: the chosen one and the `count` best, ranked as their values are."""
+    assert len(completion.logprobs) == len(completion.token_ids)
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert next(iter(entry)) == token
+        assert all(at.logprob <= 0 for at in entry.values())
+        best = sorted((at for at in entry.values() if at.rank <= count), key=lambda at: at.rank)
+        assert [at.rank for at in best] == list(range(1, count + 1))
+        values = [at.logprob for at in best]
+        assert values == sorted(values, reverse=True)
+        assert len(entry) == count + (entry[token].rank > count)
+        assert all(entry[token].logprob <= value for value in values[: entry[token].rank])
+
+
+@pytest.mark.parametrize("temperature", [None, 0.8])
+@pytest.mark.parametrize("count", [0, 3])
+def test_logprobs_of_the_tokens(count, temperature, text_llm):
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=5, logprobs=count)
+    completion = text_llm.generate(PROMPT, params).outputs[0]
+    check_logprobs(completion, count)
+    chosen = [e[t] for t, e in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert all(at.rank == 1 for at in chosen) == (temperature is None)
+    told = []
+    for output in text_llm.generate_async(PROMPT, params, streaming=True):
+        check_logprobs(output.outputs[0], count)
+        told.append(output.outputs[0].logprobs)
+    assert len(told) > 1
+    assert all(whole[: len(part)] == part for part, whole in itertools.pairwise(told))
+    assert told[-1] == completion.logprobs
+    plain = SamplingParams(max_tokens=4)
+    assert text_llm.generate(PROMPT, plain).outputs[0].logprobs is None
+
+
+def test_logprobs_are_of_the_models_logits(text_llm):
+    """Those of the first token against a pass over the prompt alone, at any temperature."""
+    params = SamplingParams(max_tokens=1, temperature=1.7, seed=2, logprobs=5)
+    output = text_llm.generate(PROMPT, params)
+    (entry,) = output.outputs[0].logprobs
+    executor, ids = text_llm._engine._executor, output.prompt_token_ids
+    assert executor.try_allocate(0, len(ids))
+    step = executor.prefill(PrefillBatch.pack(ids, [len(ids)], [0], [0], executor.device))
+    executor.free(0)
+    expected = step.logits[0].log_softmax(-1)
+    assert {token: at.logprob for token, at in entry.items()} == pytest.approx(
+        {token: float(expected[token]) for token in entry}, abs=1e-4
+    )
+    best = expected.topk(5).indices.tolist()
+    assert [t for t, at in sorted(entry.items(), key=lambda i: i[1].rank) if at.rank <= 5] == best
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_logprobs_end_where_the_text_does(streaming, text_llm):
+    """Stop strings, stop tokens and max_tokens cut off what a step had accepted beyond them."""
+    whole = text_llm.generate(PROMPT, SamplingParams(max_tokens=30, logprobs=1)).outputs[0]
+    for place in (4, 6, 9):
+        stop = text_llm.tokenizer.decode(whole.token_ids[place : place + 1])
+        for cut in ({"stop": stop}, {"stop_token_ids": [whole.token_ids[place]]}, {}):
+            limit = 30 if cut else place
+            params = SamplingParams(max_tokens=limit, logprobs=1, **cut)
+            found = text_llm.generate_async(PROMPT, params, streaming).result().outputs[0]
+            count = len(found.token_ids)
+            assert found.finish_reason == ("stop" if cut else "length")
+            assert count <= place + 1
+            assert found.token_ids == whole.token_ids[:count]
+            check_logprobs(found, 1)
+            assert [list(e) for e in found.logprobs] == [list(e) for e in whole.logprobs[:count]]

@@ -103,7 +103,8 @@ def test_agrees_with_what_the_state_manager_allocates(
     if policy == "snapshot":  # counted as engines do; ours keeps the conv inputs as well
         conv_inputs = len(SMALL.linear_layers) * p.num_nodes * SMALL.conv_dim
         amount = p.snapshots + conv_inputs * (2 if activation_dtype == "bfloat16" else 4)
-    assert manager.stash_bytes == batch * amount
+    assert manager.stash_bytes == batch * amount == batch * p.per_row(policy)
+    assert manager.pool_bytes == slots * p.per_slot(policy)
     assert manager.snapshot_bytes == batch * p.snapshots
 
 
@@ -144,7 +145,9 @@ def test_history_holds_the_longest_path():
 
 def test_max_sequences():
     p = plan(SMALL, context_length=10)
-    exact = 7 * p.total("reconstruct")
+    assert p.blocks(10) == 2  # 10 tokens and 40 nodes in blocks of 32
+    assert p.reserved("reconstruct") == p.held("reconstruct") + 2 * p.kv_block
+    exact = 7 * p.reserved("reconstruct") + p.kv_block
     assert p.max_sequences(exact)["reconstruct"] == 7
     assert p.max_sequences(exact - 1)["reconstruct"] == 6
     assert p.max_sequences(0) == dict.fromkeys(STATE_COMMITS, 0)
@@ -184,6 +187,8 @@ def test_table():
         ({"state_dtype": "int8"}, "state_dtype: expected one of"),
         ({"activation_dtype": "fp8"}, "activation_dtype"),
         ({"stash_dtype": ""}, "stash_dtype"),
+        ({"kv_dtype": "int8"}, "kv_dtype"),
+        ({"tokens_per_block": 0}, "tokens_per_block"),
     ],
 )
 def test_refused(changes, message):

@@ -116,7 +116,7 @@ class OracleDrafter:
     def forget(self, slot):
         pass
 
-    def propose(self, roots: list[DraftRoot]) -> list[DraftTree]:
+    def propose(self, roots: list[DraftRoot], max_nodes=None) -> list[DraftTree]:
         return [self.tree(root) for root in roots]
 
     def tree(self, root: DraftRoot) -> DraftTree:

@@ -667,3 +667,37 @@ def test_memory_figures_of_each_policy(config):
     history = LAYERS * 16 * 4 * (HV * V + HK * K + HV) + 4
     assert managers["deferred"].pool_bytes == reconstruct.pool_bytes + SLOTS * history
     assert managers["deferred"].stash_bytes == reconstruct.stash_bytes
+
+
+@pytest.mark.parametrize("commit", POLICY_NAMES)
+def test_a_saved_state_is_the_committed_one(commit, config):
+    """CASES 8, 15, 16: saved with its history folded in, restored into any slot, bit for bit."""
+    manager = make_manager(config, commit, num_checkpoints=3)
+    weights = [Weights.random(config.conv_dim) for _ in range(LAYERS)]
+    manager.allocate(5)
+    step = manager.prefill(PrefillBatch.pack([0] * 6, [6], [5], [0], torch.device("cpu")))
+    for layer, weight in enumerate(weights):
+        tokens = Tokens.random(6, channels=config.conv_dim)
+        run_layer(step, layer, tokens, weight)
+    for _ in range(2):
+        tree = to_tree_batch([DraftTree((0,) * 4, (-1, 0, 1, 0), (0.0,) * 4)], [5], [6], "cpu")
+        step = manager.verify(tree)
+        for layer, weight in enumerate(weights):
+            run_layer(step, layer, Tokens.random(1, 4, channels=config.conv_dim), weight)
+        with pytest.raises(ValueError, match="cannot save slot 5"):
+            manager.save(5, 2)
+        manager.commit(torch.tensor([2]))
+    manager.save(5, 2)
+    state, conv = manager.state[:, 5].clone(), manager.conv_state[:, 5].clone()
+    assert state.any()
+    manager.free(5)
+    manager.state.fill_(NAN)
+    manager.allocate(1)
+    manager.restore(1, 2)
+    assert torch.equal(manager.state[:, 1], state)
+    assert torch.equal(manager.conv_state[:, 1], conv)
+    for call in (lambda: manager.save(1, 3), lambda: manager.restore(1, -1)):
+        with pytest.raises(ValueError, match=r"checkpoint must be in \[0, 3\)"):
+            call()
+    with pytest.raises(ValueError, match="slot 4 is not allocated"):
+        manager.restore(4, 2)

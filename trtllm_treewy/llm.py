@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import inspect
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from .config import ModelConfig
+from .engine_config import ONNX, EngineConfig
 from .export.checkpoint import load_model, resolve_dtype
 from .llmapi import (
     KvCacheConfig,
@@ -23,9 +23,12 @@ from .llmapi import (
     speculation_config_from,
 )
 from .outputs import CompletionOutput, RequestOutput
+from .runtime import async_engine
 from .runtime.build import build_engine
 from .runtime.detokenizer import Detokenizer
+from .runtime.engine_files import executor_maker
 from .runtime.request import Request
+from .runtime.stats import EngineStats
 from .sampling_params import SamplingParams
 from .tokenizer import end_token_ids, load_tokenizer
 
@@ -37,7 +40,8 @@ class LLM:
     """A model, loaded and ready to generate.
 
     Args:
-        model: directory of a Hugging Face checkpoint (`qwen3_5`, `qwen3_5_text`, `qwen3_5_moe`).
+        model: directory of a Hugging Face checkpoint (`qwen3_5`, `qwen3_5_text`, `qwen3_5_moe`),
+            or of an engine that `trtllm-treewy build` made of one.
         tokenizer: directory of the tokenizer; the model's own by default.
         skip_tokenizer_init: do without a tokenizer; prompts are token ids then, and no text comes
             back.
@@ -46,10 +50,12 @@ class LLM:
         speculative_config: `MTPDecodingConfig` or a dict of its fields; None decodes without
             drafts.
         kv_cache_config: `KvCacheConfig` or a dict of its fields.
-        max_batch_size: sequences decoded together; each holds a state slot.
+        max_batch_size: sequences decoded together; each holds a state slot. None takes as many of
+            the longest length as memory allows.
         max_seq_len: tokens of a sequence, prompt and output; by default the smaller of the
             model's limit and 8192.
-        max_num_tokens: tokens of one engine step: prompt tokens, or tree nodes of all sequences.
+        max_num_tokens: tokens of one engine step, prompt tokens and tree nodes together. Where both
+            want more than there is, each gets half, and trees keep their best nodes.
         device: a torch device; by default a GPU where torch finds one.
         progress: called with (tensors done, tensors in all) while the checkpoint loads.
         others: further settings of TensorRT-LLM's `LLM`; those that ask for what this version
@@ -72,7 +78,7 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         speculative_config: MTPDecodingConfig | Mapping[str, Any] | None = None,
         kv_cache_config: KvCacheConfig | Mapping[str, Any] | None = None,
-        max_batch_size: int = 8,
+        max_batch_size: int | None = 8,
         max_seq_len: int | None = None,
         max_num_tokens: int = 8192,
         device: str | torch.device | None = None,
@@ -93,9 +99,20 @@ class LLM:
         self.tokenizer: Any = None
         if not skip_tokenizer_init:
             self.tokenizer = load_tokenizer(Path(tokenizer or directory))
+        built = EngineConfig.read(directory)
+        if built is not None and built.kind == ONNX and device is None:
+            device = "cpu"
         self.device = _device(device)
         if max_seq_len is None:
-            max_seq_len = min(self.config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+            longest = self.config.max_position_embeddings if built is None else built.max_seq_len
+            max_seq_len = min(longest, DEFAULT_MAX_SEQ_LEN)
+        make_executor = None
+        if built is not None:
+            make_executor = executor_maker(
+                directory, built, self.speculation, cache_config, dtype, self.device
+            )
+            dtype = built.activation_dtype
+            max_num_tokens = min(max_num_tokens, built.max_num_tokens)
         self._engine, self._memory = build_engine(
             self.config,
             lambda: load_model(
@@ -108,9 +125,11 @@ class LLM:
             max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
             max_num_tokens=max_num_tokens,
+            make_executor=make_executor,
         )
         self._lock = threading.RLock()
         self._handles: dict[int, _Handle] = {}
+        self._async_engine: async_engine.AsyncEngine | None = None
         self._next_id = 0
         self._closed = False
 
@@ -127,19 +146,28 @@ class LLM:
 
     def shutdown(self) -> None:
         """Cancels what still runs. Safe to call twice; nothing can be generated afterwards."""
+        if self._async_engine is not None:
+            self._async_engine.close()  # not under the lock, which its last step may need
         with self._lock:
             self._engine.cancel([handle.request for handle in self._handles.values()])
             self._handles.clear()
             self._closed = True
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes of one sequence.
+        """What was planned, and allocated by it.
 
-        `state_bytes` (recurrent and conv state), `stash_bytes` (what verification leaves for the
-        commit), `snapshot_bytes` (what a full state for every node of the tree would have taken
-        instead) and `kv_bytes_per_token`.
+        Bytes of one sequence: `state_bytes` (recurrent and conv state), `stash_bytes` (what
+        verification leaves for the commit), `snapshot_bytes` (what a full state for every node of
+        the tree would have taken instead), `kv_bytes_per_token`, `checkpoint_bytes` (a state that
+        the prefix cache keeps). Bytes in all: `weights_bytes`, `total_bytes`. Numbers:
+        `max_batch_size`, `kv_blocks`, `checkpoints`.
         """
         return dict(self._memory)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters of the engine since it was made; a live object."""
+        return self._engine.stats
 
     def generate(
         self,
@@ -180,6 +208,9 @@ class LLM:
         streaming: bool = False,
     ) -> RequestStream:
         """Starts one request; iterate over what comes back, with `for` or with `async for`.
+
+        With `for`, whoever iterates moves the engine forward. With `async for` or `await` a thread
+        does, which is started then.
 
         Args:
             inputs: one prompt, as for `generate`.
@@ -278,10 +309,27 @@ class LLM:
         try:
             self._engine.step()
         finally:
-            for handle in list(self._handles.values()):
-                handle.update(self._engine.stop)
-                if handle.finished:
-                    del self._handles[handle.request.request_id]
+            self._update_handles()
+            if self._async_engine is not None:
+                self._async_engine.poll()
+
+    def _update_handles(self) -> None:
+        for handle in list(self._handles.values()):
+            handle.update(self._engine.stop)
+            if handle.finished:
+                self._handles.pop(handle.request.request_id, None)
+
+    def _adopt(self, handle: _Handle, streaming: bool) -> async_engine.RequestStream:
+        """Hands a request over to the engine thread, which is started if need be."""
+        if self._async_engine is None:
+            self._async_engine = async_engine.AsyncEngine(
+                self._engine,
+                lock=self._lock,
+                after_step=self._update_handles,
+                device=self.device,
+            )
+        self._handles.pop(handle.request.request_id, None)
+        return self._async_engine.adopt(handle, streaming=streaming)
 
     def _release(self, handles: Sequence[_Handle]) -> None:
         self._engine.cancel([handle.request for handle in handles])
@@ -323,6 +371,8 @@ class _Handle:
         """Everything so far; the differences are against the last call."""
         request = self.request
         text = self._detokenizer.text if self._detokenizer is not None else ""
+        # The engine notes those of a whole step, of which a stop may have cut tokens off.
+        noted = request.logprobs[: len(request.output_token_ids)]
         completion = CompletionOutput(
             text=text,
             token_ids=list(request.output_token_ids),
@@ -330,6 +380,7 @@ class _Handle:
             stop_reason=request.stop_reason,
             text_diff=text[self._told_text :],
             token_ids_diff=request.output_token_ids[self._told_tokens :],
+            logprobs=None if request.params.num_logprobs is None else noted,
         )
         self._told_text, self._told_tokens = len(text), len(request.output_token_ids)
         return RequestOutput(
@@ -346,14 +397,17 @@ class _Handle:
 class RequestStream:
     """The outputs of one `generate_async` request, as they come.
 
-    Whoever iterates moves the engine forward, for all requests in it; so several streams may be
-    read in turn, from one thread or from several. Leave early with `abort`, or by closing the
-    stream, which gives the request's slot back.
+    Whoever iterates with `for` moves the engine forward, for all requests in it; so several streams
+    may be read in turn, from one thread or from several. `async for` waits for the engine thread;
+    it raises `runtime.errors.RequestError` where the request could not be brought to its end. A
+    stream is read in one of these ways. Leave early with `abort`, or by closing the stream, which
+    gives the request's slot back.
     """
 
     def __init__(self, llm: LLM, handle: _Handle, streaming: bool) -> None:
         self._llm, self._handle, self._streaming = llm, handle, streaming
         self._done = False
+        self._adopted: async_engine.RequestStream | None = None
 
     def __iter__(self) -> Iterator[RequestOutput]:
         return self
@@ -361,6 +415,8 @@ class RequestStream:
     def __next__(self) -> RequestOutput:
         if self._done:
             raise StopIteration
+        if self._adopted is not None:
+            raise RuntimeError("this stream is read with `async for`; go on with it")
         llm, handle = self._llm, self._handle
         with llm._lock:
             while not (handle.finished or (self._streaming and handle.has_news)):
@@ -372,9 +428,12 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        output = await asyncio.to_thread(next, self, None)
-        if output is None:
+        if self._done:
             raise StopAsyncIteration
+        if self._adopted is None:
+            self._adopted = self._llm._adopt(self._handle, self._streaming)
+        output = await anext(self._adopted)
+        self._done = output.finished
         return output
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
@@ -382,7 +441,10 @@ class RequestStream:
 
     async def aresult(self) -> RequestOutput:
         """Waits for the end and returns the whole output, without blocking the event loop."""
-        return await asyncio.to_thread(self.result)
+        output = None
+        async for output in self:
+            pass
+        return output if output is not None else self._handle.output()
 
     def result(self) -> RequestOutput:
         """Waits for the end and returns the whole output."""
@@ -393,6 +455,9 @@ class RequestStream:
 
     def abort(self) -> None:
         """Ends the request where it stands; the next output says "cancelled"."""
+        if self._adopted is not None:
+            self._adopted.abort()
+            return
         with self._llm._lock:
             self._llm._release([self._handle])
 

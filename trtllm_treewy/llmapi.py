@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 StateCommit = Literal["reconstruct", "deferred", "snapshot"]
 STATE_COMMITS: tuple[str, ...] = ("reconstruct", "deferred", "snapshot")
+TreePolicyName = Literal["static", "dynamic", "auto"]
+TREE_POLICIES: tuple[str, ...] = ("static", "dynamic", "auto")
 StashKind = Literal["auto", "pseudo_values", "inputs"]
 STASHES: tuple[str, ...] = ("auto", "pseudo_values", "inputs")
 
@@ -58,6 +60,14 @@ class MTPDecodingConfig:
         use_dynamic_tree: choose the tree anew at every step.
         dynamic_tree_max_topK: candidates considered below each node of a dynamic tree (4 unless
             given).
+        tree_policy: "static" and "dynamic" say again what the shape says, "dynamic" also without
+            `use_dynamic_tree`. "auto" takes the shape given (a dynamic tree unless one is) for the
+            largest: at every step it drafts as many of its nodes as bring the most tokens a second,
+            by the measured time of steps and the recent acceptance, or none.
+        acceptance_rule: how drafts are accepted under random sampling, without changing what is
+            sampled: "match" draws the target's token and keeps the draft that is the same, so that
+            one seed gives one text whatever else runs; "rejection" accepts more, and its text
+            depends on the drafts.
         state_commit: how accepted tokens reach the recurrent state: "reconstruct", "deferred" or
             "snapshot".
         deferred_history: accepted tokens a sequence collects before its state is rewritten, under
@@ -80,6 +90,8 @@ class MTPDecodingConfig:
     draft_tree_parents: tuple[int, ...] | None = None
     use_dynamic_tree: bool = False
     dynamic_tree_max_topK: int | None = None
+    tree_policy: TreePolicyName | None = None
+    acceptance_rule: Literal["match", "rejection"] = "match"
     state_commit: StateCommit = "reconstruct"
     deferred_history: int = 16
     stash: StashKind = "auto"
@@ -100,6 +112,7 @@ class MTPDecodingConfig:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _int_tuple(name, getattr(self, name)))
         self._check_refused()
+        self._check_policy()
         self._check_commit()
         self._check_bounds()
         self._check_one_shape()
@@ -194,6 +207,34 @@ class MTPDecodingConfig:
                     "MTPDecodingConfig", name, getattr(self, name), f"only {default!r} is"
                 )
 
+    def _check_policy(self) -> None:
+        """Also makes the tree dynamic where the policy asks for one and no shape is given."""
+        if self.acceptance_rule not in ("match", "rejection"):
+            raise ValueError(
+                "MTPDecodingConfig: acceptance_rule must be one of match, rejection, got "
+                f"{self.acceptance_rule!r}"
+            )
+        policy = self.tree_policy
+        if policy is None:
+            return
+        if policy not in TREE_POLICIES:
+            raise ValueError(
+                f"MTPDecodingConfig: tree_policy must be one of {', '.join(TREE_POLICIES)}, got "
+                f"{policy!r}"
+            )
+        if policy == "static" and self.use_dynamic_tree:
+            raise ValueError(
+                "MTPDecodingConfig: tree_policy='static' contradicts use_dynamic_tree=True"
+            )
+        fixed = self.draft_tree_widths is not None or self.draft_tree_parents is not None
+        chain = self.max_total_draft_tokens is None and (
+            self.max_draft_len is not None or self.num_nextn_predict_layers is not None
+        )
+        if policy == "dynamic" or (policy == "auto" and not (fixed or chain)):
+            object.__setattr__(self, "use_dynamic_tree", True)
+        if policy == "auto" and not self.enabled:
+            raise ValueError("MTPDecodingConfig: tree_policy='auto' needs drafts to choose from")
+
     def _check_commit(self) -> None:
         if self.state_commit not in STATE_COMMITS:
             raise ValueError(
@@ -278,8 +319,16 @@ class KvCacheConfig:
     Attributes:
         max_tokens: tokens the KV cache holds over all sequences; None sizes it for
             `max_batch_size` sequences of the longest length, as far as memory allows.
-        free_gpu_memory_fraction: most of the device's free memory that caches may take.
-        enable_block_reuse: prefix caching; not in this version, so only False is accepted.
+        free_gpu_memory_fraction: part of the device's free memory (on the CPU, of the machine's)
+            that weights, states, caches and steps may take together; 0.9 unless given.
+        memory_bytes: the same in bytes; the smaller of both holds.
+        enable_block_reuse: prefix caching: a prompt that starts like an earlier one takes its KV
+            blocks and a saved recurrent state over, and computes the rest.
+        max_checkpoints: recurrent states that the prefix cache keeps; by default as many as memory
+            allows, up to two for each sequence of the batch.
+        checkpoint_interval: tokens between the states that are kept of a long sequence, a multiple
+            of `tokens_per_block` (1024 unless given). One more is kept at the last block boundary
+            of every prompt, and one where a prompt leaves what it shares with others.
         tokens_per_block: tokens in one block of the KV cache.
         dtype: type of the KV cache: "auto" (the model's), "float32", "bfloat16" or "float16".
         mamba_ssm_cache_dtype: type of the recurrent state, under TensorRT-LLM's name: "auto" or
@@ -291,7 +340,10 @@ class KvCacheConfig:
 
     max_tokens: int | None = None
     free_gpu_memory_fraction: float | None = None
+    memory_bytes: int | None = None
     enable_block_reuse: bool = False
+    max_checkpoints: int | None = None
+    checkpoint_interval: int | None = None
     tokens_per_block: int = 32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -311,8 +363,9 @@ class KvCacheConfig:
             raise ValueError(
                 f"{owner}: free_gpu_memory_fraction must be above 0 and at most 1, got {fraction!r}"
             )
-        if self.enable_block_reuse is not False:
-            raise _refused(owner, "enable_block_reuse", self.enable_block_reuse, "only False is")
+        if self.memory_bytes is not None:
+            _check_int("memory_bytes", self.memory_bytes, 1, owner=owner)
+        self._check_block_reuse(owner)
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("mamba_ssm_cache_dtype", ("auto", "float32", "bfloat16")),
@@ -322,6 +375,26 @@ class KvCacheConfig:
                     f"{owner}: {name} must be one of {', '.join(allowed)} in this version, "
                     f"got {getattr(self, name)!r}"
                 )
+
+    def _check_block_reuse(self, owner: str) -> None:
+        if not isinstance(self.enable_block_reuse, bool):
+            raise ValueError(
+                f"{owner}: enable_block_reuse must be True or False, got "
+                f"{self.enable_block_reuse!r}"
+            )
+        for name in ("max_checkpoints", "checkpoint_interval"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            _check_int(name, value, 1, owner=owner)
+            if not self.enable_block_reuse:
+                raise ValueError(f"{owner}: {name} needs enable_block_reuse=True")
+        interval = self.checkpoint_interval
+        if interval is not None and interval % self.tokens_per_block:
+            raise ValueError(
+                f"{owner}: checkpoint_interval must be a multiple of tokens_per_block "
+                f"({self.tokens_per_block}), got {interval}"
+            )
 
     @property
     def state_dtype(self) -> Literal["float32", "bfloat16"]:

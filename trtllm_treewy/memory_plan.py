@@ -10,11 +10,14 @@ channels, and bytes(x) the size of an element of x:
   `L * N * (2 * HV + C) * bytes(activation)` (two raw gates a head, the raw conv inputs)
 - deferred adds to the stash of pseudo-values the history of H accepted tokens that a slot keeps:
   `L * H * 4 * (HV * V + HK * K + HV)` in float32, and a 4-byte length
-- KV cache: `attention layers * 2 * kv heads * head_dim * bytes(activation)` a token, and the same
-  for the MTP module's own layer
+- KV cache: `attention layers * 2 * kv heads * head_dim * bytes(kv)` a token, and the same for the
+  MTP module's own layer; it is taken in blocks of T tokens, for the sequence and for R rows that
+  are not committed yet (the nodes of a tree)
+- a checkpoint of the prefix cache: state and conv state, and a hidden state
 
-Snapshot is counted without the conv inputs, as engines that snapshot count it; this project's
-snapshot policy keeps them as well.
+Snapshot is counted without the conv inputs in the figures that compare policies, as engines that
+snapshot count it; this project's snapshot policy keeps them as well, and `held`, `reserved` and
+`max_sequences` count them. These three are what the runtime itself allocates by.
 """
 
 from __future__ import annotations
@@ -50,6 +53,10 @@ class MemoryPlan:
         history_pool: what `deferred` adds to the stash of pseudo-values.
         kv_cache_per_token: keys and values of one token in the model's attention layers.
         draft_kv_cache_per_token: the same in the MTP module.
+        conv_inputs: raw conv inputs of a tree, part of either stash.
+        tokens_per_block: tokens of a KV block (T).
+        scratch_rows: KV rows of a sequence beyond its tokens (R).
+        checkpoint: a state that the prefix cache keeps.
     """
 
     num_nodes: int
@@ -68,6 +75,39 @@ class MemoryPlan:
     history_pool: int
     kv_cache_per_token: int
     draft_kv_cache_per_token: int
+    conv_inputs: int
+    tokens_per_block: int
+    scratch_rows: int
+    checkpoint: int
+
+    @property
+    def kv_block(self) -> int:
+        """A block of the KV cache, the MTP module's rows included."""
+        return self.tokens_per_block * (self.kv_cache_per_token + self.draft_kv_cache_per_token)
+
+    def blocks(self, num_tokens: int) -> int:
+        """KV blocks of a sequence of `num_tokens`, its uncommitted rows included."""
+        return -(-(num_tokens + self.scratch_rows) // self.tokens_per_block)
+
+    def per_slot(self, policy: str) -> int:
+        """What the runtime holds for a slot: state, conv state, and a history where deferred."""
+        self._check_policy(policy)
+        history = self.history_pool if policy == "deferred" else 0
+        return self.state + self.conv_state + history
+
+    def per_row(self, policy: str) -> int:
+        """What verification leaves for the commit of a row of the running batch."""
+        self._check_policy(policy)
+        kept = {"deferred": self.pseudo_values, "snapshot": self.snapshots + self.conv_inputs}
+        return kept.get(policy, self.stash)
+
+    def held(self, policy: str) -> int:
+        """Slot and row of a sequence: all that it holds beside KV blocks."""
+        return self.per_slot(policy) + self.per_row(policy)
+
+    def reserved(self, policy: str) -> int:
+        """All that the runtime sets aside for a sequence of `context_length` tokens."""
+        return self.held(policy) + self.blocks(self.context_length) * self.kv_block
 
     @property
     def kv_cache(self) -> int:
@@ -112,10 +152,14 @@ class MemoryPlan:
         return self.state_memory(policy) / snapshot if snapshot else 1.0
 
     def max_sequences(self, memory_bytes: int) -> dict[str, int]:
-        """How many sequences fit into `memory_bytes` (what the weights leave), by policy."""
+        """How many sequences fit into `memory_bytes` (what the weights leave), by policy.
+
+        Each at `context_length`, in whole KV blocks; one block more takes the writes of padding.
+        """
         if memory_bytes < 0:
             raise ValueError(f"memory_bytes: expected at least 0, got {memory_bytes}")
-        return {policy: memory_bytes // self.total(policy) for policy in STATE_COMMITS}
+        room = max(0, memory_bytes - self.kv_block)
+        return {policy: room // self.reserved(policy) for policy in STATE_COMMITS}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in bytes, per sequence, for JSON."""
@@ -140,6 +184,7 @@ class MemoryPlan:
                     "state_memory_bytes": self.state_memory(policy),
                     "ratio_to_snapshot": self.ratio_to_snapshot(policy),
                     "total_bytes": self.total(policy),
+                    "reserved_bytes": self.reserved(policy),
                     "batch_total_bytes": self.batch_size * self.total(policy),
                 }
                 for policy in STATE_COMMITS
@@ -186,6 +231,9 @@ def plan(
     context_length: int = 32768,
     batch_size: int = 1,
     history: int = 16,
+    kv_dtype: str | None = None,
+    tokens_per_block: int = 32,
+    scratch_rows: int | None = None,
 ) -> MemoryPlan:
     """The memory plan of a model.
 
@@ -194,12 +242,15 @@ def plan(
         draft_tree_widths: children per node, level by level; None or empty is no drafts.
         num_nodes: nodes of any other tree (root included), instead of `draft_tree_widths`.
         state_dtype: type of the state pool.
-        activation_dtype: type of conv inputs, conv state and KV cache.
+        activation_dtype: type of conv inputs and conv state.
         stash: what `reconstruct` works from, "pseudo_values" or "inputs".
         stash_dtype: type of the pseudo-values.
         context_length: tokens a sequence holds in the KV cache.
         batch_size: sequences that run at once.
         history: accepted tokens a slot keeps under `deferred`; raised to the longest path.
+        kv_dtype: type of the KV cache, that of the activations unless given.
+        tokens_per_block: tokens of a KV block.
+        scratch_rows: KV rows a sequence needs beyond its tokens; the tree's nodes unless given.
 
     Raises:
         ValueError: a size that is not positive, or an unknown type or stash.
@@ -208,6 +259,7 @@ def plan(
     nodes = tree.num_nodes if num_nodes is None else num_nodes
     depth = tree.depth if num_nodes is None else 0
     sizes = {"num_nodes": nodes, "batch_size": batch_size, "history": history}
+    sizes["tokens_per_block"] = tokens_per_block
     for name, value in {**sizes, "context_length": context_length}.items():
         if value < (0 if name == "context_length" else 1):
             raise ValueError(f"{name}: expected a positive number, got {value}")
@@ -219,10 +271,12 @@ def plan(
     stash_bytes = _size_of("stash_dtype", stash_dtype)
     layers, heads = len(config.linear_layers), config.linear_num_value_heads
     state = layers * config.value_dim * config.linear_key_head_dim * state_bytes
-    kv_per_layer = 2 * config.num_key_value_heads * config.head_dim * activation_bytes
+    kv_bytes = activation_bytes if kv_dtype is None else _size_of("kv_dtype", kv_dtype)
+    kv_per_layer = 2 * config.num_key_value_heads * config.head_dim * kv_bytes
     window = config.linear_conv_kernel_dim - 1
     conv_inputs = config.conv_dim * activation_bytes
     entry = 4 * (config.value_dim + config.key_dim + heads)
+    conv_state = layers * window * config.conv_dim * activation_bytes
     return MemoryPlan(
         num_nodes=nodes,
         history=history,
@@ -232,7 +286,7 @@ def plan(
         activation_dtype=activation_dtype,
         stash_dtype=stash_dtype,
         state=state,
-        conv_state=layers * window * config.conv_dim * activation_bytes,
+        conv_state=conv_state,
         snapshots=nodes * state,
         stash_kind=stash,
         pseudo_values=layers * nodes * (config.value_dim * stash_bytes + 4 * heads + conv_inputs),
@@ -240,6 +294,10 @@ def plan(
         history_pool=layers * history * entry + 4,
         kv_cache_per_token=len(config.attention_layers) * kv_per_layer,
         draft_kv_cache_per_token=config.mtp_num_hidden_layers * kv_per_layer,
+        conv_inputs=layers * nodes * conv_inputs,
+        tokens_per_block=tokens_per_block,
+        scratch_rows=nodes if scratch_rows is None else scratch_rows,
+        checkpoint=state + conv_state + config.hidden_size * activation_bytes,
     )
 
 

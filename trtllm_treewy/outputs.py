@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .runtime.sampling import Logprob
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -91,6 +94,8 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id that ended it; None for an end token.
         text_diff: what this output adds to the text of the one before, when streaming.
         token_ids_diff: the same for the token ids.
+        logprobs: for each of `token_ids` the log probability and rank of the token and of the most
+            likely ones in its place, by token id; None where `SamplingParams.logprobs` is None.
     """
 
     index: int = 0
@@ -100,6 +105,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     text_diff: str = ""
     token_ids_diff: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
 
     @property
     def length(self) -> int:

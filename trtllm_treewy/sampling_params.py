@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import Any
 
 # Settings of TensorRT-LLM that this version knows but does not carry out: the values that ask for
@@ -12,27 +13,20 @@ _NOT_IN_THIS_VERSION: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "one sequence per prompt only"),
     "best_of": ((None, 1), "one sequence per prompt only"),
     "use_beam_search": ((False,), "no beam search"),
-    "top_p_min": ((None,), "greedy only"),
-    "top_p_reset_ids": ((None,), "greedy only"),
-    "top_p_decay": ((None, 1.0), "greedy only"),
-    "min_p": ((None, 0.0), "greedy only"),
+    "top_p_min": ((None,), "top_p stays as it is"),
+    "top_p_reset_ids": ((None,), "top_p stays as it is"),
+    "top_p_decay": ((None, 1.0), "top_p stays as it is"),
     "beam_search_diversity_rate": ((None,), "no beam search"),
-    "repetition_penalty": ((None, 1.0), "no penalties"),
-    "presence_penalty": ((None, 0.0), "no penalties"),
-    "frequency_penalty": ((None, 0.0), "no penalties"),
     "length_penalty": ((None,), "no beam search"),
     "early_stopping": ((None,), "no beam search"),
-    "no_repeat_ngram_size": ((None, 0), "no penalties"),
+    "no_repeat_ngram_size": ((None, 0), "repetition_penalty counts single tokens"),
     "beam_width_array": ((None,), "no beam search"),
-    "bad": ((None, [], ()), "no forbidden words"),
-    "bad_token_ids": ((None, [], ()), "no forbidden words"),
-    "embedding_bias": ((None,), "no logit bias"),
+    "bad": ((None, [], ()), "no forbidden words; bad_token_ids forbids single tokens"),
     "logits_processor": ((None,), "no logits processors"),
     "apply_batched_logits_processor": ((False,), "no logits processors"),
     "guided_decoding": ((None,), "no guided decoding"),
     "lookahead_config": ((None,), "drafts come from the model's MTP module only"),
-    "logprobs": ((None, 0, False), "no log probabilities"),
-    "prompt_logprobs": ((None, 0, False), "no log probabilities"),
+    "prompt_logprobs": ((None, 0, False), "log probabilities of generated tokens only"),
     "return_context_logits": ((False,), "no logits in the output"),
     "return_generation_logits": ((False,), "no logits in the output"),
     "exclude_input_from_output": ((True,), "the output never holds the prompt"),
@@ -48,8 +42,15 @@ _NOT_IN_THIS_VERSION: dict[str, tuple[tuple[Any, ...], str]] = {
 class SamplingParams:
     """How to decode one request.
 
-    Names and defaults are those of TensorRT-LLM. This version decodes greedily. A setting it does
-    not carry out raises ValueError when it asks for anything; nothing is silently ignored.
+    Names and defaults are those of TensorRT-LLM; `logit_bias` is OpenAI's. A setting that this
+    version does not carry out raises ValueError when it asks for anything; nothing is silently
+    ignored.
+
+    The next token's logits are changed in this order: repetition penalty, presence and frequency
+    penalty, biases, forbidden tokens (-inf). Greedy decoding takes the largest. Random sampling
+    divides by the temperature, keeps the `top_k` best, of those the fewest that have probability
+    `top_p` together, of those the ones that `min_p` allows, and draws from what is left,
+    renormalised. Tokens as likely as the last one kept are kept too.
 
     Attributes:
         end_id: token id that ends the text; None takes the model's own end tokens.
@@ -60,9 +61,26 @@ class SamplingParams:
         stop_token_ids: token ids at which the text ends, besides the end tokens.
         include_stop_str_in_output: keep the stop string in the text.
         ignore_eos: do not stop at the end tokens; `max_tokens` and the stops still hold.
-        temperature, top_k, top_p: None, or values that mean greedy: temperature 0, top_k 1 or
-            top_p 0. Where one of them does, the others have no effect.
-        seed: accepted; greedy decoding draws no random number.
+        temperature: at least 0, 0 is greedy; 1 where not given but top_k or top_p is.
+        top_k: tokens to keep, 1 is greedy, 0 keeps all.
+        top_p: in [0, 1], 0 is greedy, 1 keeps all. Decoding is greedy too where temperature, top_k
+            and top_p are all left out; where one of them means greedy, the others have no effect.
+        min_p: in [0, 1]; keeps tokens at least this times as likely as the most likely one.
+        seed: in [0, 2^64). One seed gives one text, whatever else is in the batch; None takes a
+            fresh one for every request.
+        repetition_penalty: above 0; logits of tokens in prompt or output are divided by it where
+            positive, multiplied where negative.
+        presence_penalty: subtracted from the logits of tokens in prompt or output.
+        frequency_penalty: the same, times how often the token is there.
+        prompt_ignore_length: so many first prompt tokens do not count for the presence and
+            frequency penalties; with the prompt's length, they count the output alone.
+        logit_bias: token id to what is added to its logit; -inf forbids it.
+        embedding_bias: tensor [vocab], added to the logits.
+        bad_token_ids: ids that are never chosen.
+        logprobs: None for none; n returns the log probability of each generated token and of the n
+            most likely ones in its place.
+        logprobs_mode: "raw" takes them from the model's logits, "processed" from the distribution
+            that the token was drawn from.
         detokenize: turn token ids into text; False leaves `text` empty, and excludes `stop`.
         skip_special_tokens: leave special tokens out of the text.
         add_special_tokens: let the tokenizer add its special tokens to a text prompt.
@@ -75,11 +93,12 @@ class SamplingParams:
     pad_id: int | None = None
     max_tokens: int = 32
     bad: str | list[str] | None = None
-    bad_token_ids: list[int] | None = None
+    bad_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
-    embedding_bias: Any = None
+    embedding_bias: Any = field(default=None, compare=False)
+    logit_bias: Mapping[int, float] | None = None
     logits_processor: Any = None
     apply_batched_logits_processor: bool = False
 
@@ -99,6 +118,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    prompt_ignore_length: int | None = None
     length_penalty: float | None = None
     early_stopping: int | None = None
     no_repeat_ngram_size: int | None = None
@@ -106,6 +126,7 @@ class SamplingParams:
     beam_width_array: list[int] | None = None
 
     logprobs: int | None = None
+    logprobs_mode: str = "raw"
     prompt_logprobs: int | None = None
     return_context_logits: bool = False
     return_generation_logits: bool = False
@@ -135,7 +156,7 @@ class SamplingParams:
             ValueError: naming the field, what was expected and what came.
         """
         _check_int("max_tokens", self.max_tokens, minimum=1)
-        for name in ("min_tokens", "end_id", "pad_id", "seed", "top_k"):
+        for name in ("min_tokens", "end_id", "pad_id", "seed", "top_k", "prompt_ignore_length"):
             value = getattr(self, name)
             if value is not None:
                 # TensorRT-LLM has -1 for "no end token" and for "no pad token".
@@ -159,7 +180,9 @@ class SamplingParams:
                 "SamplingParams: stop strings need text, so detokenize must be True; "
                 "with detokenize=False use stop_token_ids"
             )
-        self._check_greedy()
+        self._check_sampling()
+        self._check_biases()
+        self._check_logprobs()
         for name, (accepted, reason) in _NOT_IN_THIS_VERSION.items():
             value = getattr(self, name)
             if not _is_one_of(value, accepted):
@@ -172,22 +195,44 @@ class SamplingParams:
         if value is not None and not isinstance(value, Sequence | Set):
             raise ValueError(f"SamplingParams: {name} must be {expected}, got {value!r}")
 
-    def _check_greedy(self) -> None:
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                raise ValueError(f"SamplingParams: {name} must be a number >= 0, got {value!r}")
-        if not self.greedy:
-            given = ", ".join(
-                f"{name}={value}"
-                for name in ("temperature", "top_k", "top_p")
-                if (value := getattr(self, name)) is not None
-            )
+    def _check_sampling(self) -> None:
+        _check_number("temperature", self.temperature)
+        _check_number("top_p", self.top_p, highest=1.0)
+        _check_number("min_p", self.min_p, highest=1.0)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), lowest=-inf)
+        _check_number("repetition_penalty", self.repetition_penalty)
+        if self.repetition_penalty == 0:
+            raise ValueError("SamplingParams: repetition_penalty must be above 0, got 0")
+        if self.seed is not None and self.seed >= 2**64:
+            raise ValueError(f"SamplingParams: seed must be below 2^64, got {self.seed}")
+
+    def _check_biases(self) -> None:
+        self._check_several("bad_token_ids", "a list of token ids")
+        for token_id in self.bad_token_ids or ():
+            _check_int("bad_token_ids", token_id, minimum=0)
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise ValueError(
-                f"SamplingParams: {given} asks for random sampling; this version decodes greedily "
-                "only. Leave them out, or set temperature=0 or top_k=1"
+                "SamplingParams: logit_bias must be a dict of token id to number, got "
+                f"{self.logit_bias!r}"
+            )
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias", token_id, minimum=0)
+            if bias != -inf:
+                _check_number(f"logit_bias of token {token_id}", bias, lowest=-inf)
+        if self.embedding_bias is not None and getattr(self.embedding_bias, "ndim", None) != 1:
+            raise ValueError(
+                "SamplingParams: embedding_bias must be a tensor [vocab], got "
+                f"{type(self.embedding_bias).__name__}"
+            )
+
+    def _check_logprobs(self) -> None:
+        if self.num_logprobs is not None:
+            _check_int("logprobs", self.logprobs, minimum=0)
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise ValueError(
+                "SamplingParams: logprobs_mode must be 'raw' or 'processed', got "
+                f"{self.logprobs_mode!r}"
             )
 
     @property
@@ -195,6 +240,11 @@ class SamplingParams:
         """Whether the settings mean greedy decoding, by TensorRT-LLM's rule."""
         unset = self.temperature is None and self.top_k is None and self.top_p is None
         return unset or self.temperature == 0 or self.top_k == 1 or self.top_p == 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report beside the chosen one; None reports nothing."""
+        return None if self.logprobs is None or self.logprobs is False else self.logprobs
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -227,3 +277,19 @@ def _equal(value: object, other: object) -> bool:
 def _check_int(name: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"SamplingParams: {name} must be an integer >= {minimum}, got {value!r}")
+
+
+def _check_number(
+    name: str, value: object, *, lowest: float = 0.0, highest: float | None = None
+) -> None:
+    if value is None:
+        return
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        top = inf if highest is None else highest
+        if isfinite(value) and lowest <= value <= top:
+            return
+    if highest is not None:
+        expected = f"in [{lowest:g}, {highest:g}]"
+    else:
+        expected = "that is finite" if lowest == -inf else f">= {lowest:g}"
+    raise ValueError(f"SamplingParams: {name} must be a number {expected}, got {value!r}")

@@ -23,7 +23,9 @@ def load_tokenizer(directory: Path) -> Any:
             "skip_tokenizer_init=True to work with token ids"
         )
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         raise ValueError(f"{directory}: the tokenizer does not load: {error}") from error
 

@@ -10,13 +10,20 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import doctor, generate, plan
+from . import bench, build, doctor, generate, plan, serve
 from .arguments import parse
 from .flags import in_flags
 from .program import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USER_ERROR
 from .streams import discard_stdout, open_streams, write_err, write_error
 
-COMMANDS = {"generate": generate.run, "plan": plan.run, "doctor": doctor.run}
+COMMANDS = {
+    "generate": generate.run,
+    "build": build.run,
+    "serve": serve.run,
+    "bench serve": bench.run,
+    "plan": plan.run,
+    "doctor": doctor.run,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

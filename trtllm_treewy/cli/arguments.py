@@ -6,17 +6,27 @@ import argparse
 from collections.abc import Callable
 from typing import NoReturn
 
-from ..llmapi import DEFAULT_DYNAMIC_DEPTH, DEFAULT_DYNAMIC_TOP_K, STATE_COMMITS
+from .bench_arguments import add_bench
+from .build_arguments import add_build
+from .engine_arguments import (
+    DEFAULT_DRAFT_TREE_WIDTHS,
+    DTYPES,
+    EPILOG,
+    add_drafts,
+    add_engine,
+    check_drafts,
+    integers,
+    number,
+    positive,
+    unsigned,
+)
 from .program import EXIT_USER_ERROR, PROGRAM
+from .serve_arguments import add_serve
 from .sizes import parse_size
 from .streams import write_error
 
 DEFAULT_MAX_TOKENS = 128
-DEFAULT_DRAFT_TREE_WIDTHS = (3, 3, 3)
 DEFAULT_CONTEXT_LENGTH = 32768
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-EPILOG = "TREEWY_DEBUG=1 in the environment shows an error with its traceback."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,19 +52,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.usage_error(f"unrecognized arguments: {' '.join(options or rest)}")
     if rest or prompts:
         args.words += rest + prompts
-    if args.command == "generate":
-        _check_drafts(args)
+    if hasattr(args, "no_speculation"):
+        check_drafts(args)
     return args
-
-
-def _check_drafts(args: argparse.Namespace) -> None:
-    """Refuses what argparse cannot: a flag may be in one exclusive group only."""
-    depth, top_k = args.max_draft_len is not None, args.dynamic_tree_top_k is not None
-    for given, flag in ((depth, "--max-draft-len"), (top_k, "--dynamic-tree-top-k")):
-        if given and args.no_speculation:
-            args.usage_error(f"argument --no-speculation: not allowed with argument {flag}")
-    if top_k and args.dynamic_tree is None:
-        args.usage_error("argument --dynamic-tree-top-k: needs --dynamic-tree")
 
 
 def _join_parents(argv: list[str]) -> list[str]:
@@ -84,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands.add_parser)
+    add_serve(commands.add_parser)
+    add_bench(commands.add_parser)
+    add_build(commands.add_parser, EPILOG)
     _add_plan(commands.add_parser)
     _add_doctor(commands.add_parser)
     return parser
@@ -147,7 +150,7 @@ def _add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--max-tokens",
-        type=_positive,
+        type=positive,
         default=DEFAULT_MAX_TOKENS,
         metavar="N",
         help="most tokens to generate for a prompt (default: %(default)s)",
@@ -163,40 +166,9 @@ def _add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         action="store_true",
         help="go on after the end token (default: stop there)",
     )
-    _add_drafts(parser)
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="of weights and activations (default: %(default)s, the checkpoint's; with float32 on "
-        "the CPU, drafts never change the tokens)",
-    )
-    engine.add_argument(
-        "--state-dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="of the recurrent state (default: %(default)s, which is float32)",
-    )
-    engine.add_argument(
-        "--device",
-        metavar="NAME",
-        help="cpu, cuda, cuda:1, ... (default: a GPU if torch finds one)",
-    )
-    engine.add_argument(
-        "--max-batch-size",
-        type=_positive,
-        default=8,
-        metavar="N",
-        help="most prompts decoded together (default: %(default)s)",
-    )
-    engine.add_argument(
-        "--max-seq-len",
-        type=_positive,
-        metavar="N",
-        help="most tokens of prompt and output together (default: 8192, or the model's longest "
-        "if that is shorter)",
-    )
+    _add_sampling(parser)
+    add_drafts(parser)
+    add_engine(parser)
     parser.add_argument(
         "--json",
         action="store_true",
@@ -210,54 +182,34 @@ def _add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
 
 
-def _add_drafts(parser: argparse.ArgumentParser) -> None:
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "drafts",
-        "Without a flag that says how: a tree of widths 3,3,3 where the model has an MTP module, "
-        "else none.",
-    )
-    shape = group.add_mutually_exclusive_group()
-    shape.add_argument(
-        "--draft-tree-widths",
-        type=_integers,
-        metavar="W,W,...",
-        help="children per node, level by level (default: 3,3,3)",
-    )
-    shape.add_argument(
-        "--draft-tree-parents",
-        type=_integers,
-        metavar="-1,P,...",
-        help="parent of each node, root first (default: a tree by widths)",
-    )
-    shape.add_argument(
-        "--dynamic-tree",
-        type=_positive,
-        metavar="N",
-        help="the best N draft tokens, anew at each step (default: the same tree at each step)",
-    )
-    shape.add_argument(
-        "--no-speculation",
-        action="store_true",
-        help="decode without drafts (default: with drafts, where the model has an MTP module)",
+        "sampling",
+        "Without a flag: greedy. --seed alone does not change that.",
     )
     group.add_argument(
-        "--max-draft-len",
-        type=_positive,
-        metavar="N",
-        help=f"a chain of N drafts, or with --dynamic-tree its depth "
-        f"(default: no chain; {DEFAULT_DYNAMIC_DEPTH} with --dynamic-tree)",
+        "--temperature",
+        type=number,
+        metavar="T",
+        help="divide the logits by it, 0 is greedy (default: 1 with --top-p or --top-k)",
     )
     group.add_argument(
-        "--dynamic-tree-top-k",
-        type=_positive,
+        "--top-p",
+        type=number,
+        metavar="P",
+        help="keep the fewest tokens that have probability P together (default: all)",
+    )
+    group.add_argument(
+        "--top-k",
+        type=unsigned,
         metavar="K",
-        help=f"candidates below each node of a dynamic tree (default: {DEFAULT_DYNAMIC_TOP_K})",
+        help="keep the K most likely tokens, 0 keeps all (default: all)",
     )
     group.add_argument(
-        "--state-commit",
-        choices=STATE_COMMITS,
-        default="reconstruct",
-        help="how accepted tokens reach the state (default: %(default)s)",
+        "--seed",
+        type=unsigned,
+        metavar="N",
+        help="one seed gives one text (default: another text at each run)",
     )
 
 
@@ -276,14 +228,14 @@ def _add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     tree = parser.add_mutually_exclusive_group()
     tree.add_argument(
         "--draft-tree-widths",
-        type=_integers,
+        type=integers,
         default=DEFAULT_DRAFT_TREE_WIDTHS,
         metavar="W,W,...",
         help="children per node, level by level (default: 3,3,3)",
     )
     tree.add_argument(
         "--num-nodes",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="nodes of any other tree, root included (default: a tree by widths)",
     )
@@ -307,21 +259,21 @@ def _add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--context-length",
-        type=_positive,
+        type=positive,
         metavar="TOKENS",
         help=f"tokens that the KV cache is counted at (default: {DEFAULT_CONTEXT_LENGTH}, or the "
         "model's longest if that is shorter)",
     )
     parser.add_argument(
         "--batch-size",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="sequences that run at once (default: %(default)s)",
     )
     parser.add_argument(
         "--history",
-        type=_positive,
+        type=positive,
         default=16,
         metavar="TOKENS",
         help='accepted tokens that "deferred" keeps for a sequence (default: %(default)s)',
@@ -352,19 +304,3 @@ def _add_doctor(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--json", action="store_true", help="as one JSON object (default: a line a finding)"
     )
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected integers separated by commas, got {text!r}"
-        ) from None
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
-    return value

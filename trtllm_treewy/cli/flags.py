@@ -15,6 +15,11 @@ FLAG_OF_SETTING = {
     "max_batch_size": "--max-batch-size",
     "max_seq_len": "--max-seq-len",
     "max_tokens": "--max-tokens",
+    "tree_policy": "--tree-policy",
+    "temperature": "--temperature",
+    "top_p": "--top-p",
+    "top_k": "--top-k",
+    "seed": "--seed",
     "num_nodes": "--num-nodes",
 }
 

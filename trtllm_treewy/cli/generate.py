@@ -6,15 +6,14 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..llmapi import MTPDecodingConfig
 from ..outputs import AcceptanceStats, RequestOutput
 from ..sampling_params import SamplingParams
-from .arguments import DEFAULT_DRAFT_TREE_WIDTHS
+from .drafts import speculation_of
 from .flags import in_flags
-from .loading import loaded_llm
+from .loading import expect_directory, loaded_llm
 from .program import EXIT_OK, EXIT_REQUEST_FAILED
 from .prompts import chat_prompt, model_and_prompts
 from .sizes import format_size
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace) -> int:
     """Generates for every prompt; an exit code, 1 where a request ended with an error."""
     model, prompts = model_and_prompts(args)
-    if not Path(model).is_dir():
-        raise ValueError(f"model directory {model!r} does not exist (nothing is downloaded)")
-    speculation = _speculation(args, model)
+    expect_directory(model)
+    speculation = speculation_of(args, model)
     params = _sampling_params(args)
     with loaded_llm(args, model, speculation, len(prompts)) as llm:
         if args.chat:
@@ -48,42 +46,15 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_REQUEST_FAILED if failed else EXIT_OK
 
 
-def _speculation(args: argparse.Namespace, model: str) -> MTPDecodingConfig:
-    shape: dict[str, Any] = {}
-    if args.no_speculation:
-        shape["draft_tree_widths"] = ()
-    elif args.draft_tree_widths is not None:
-        shape["draft_tree_widths"] = args.draft_tree_widths
-    elif args.draft_tree_parents is not None:
-        shape["draft_tree_parents"] = args.draft_tree_parents
-    elif args.dynamic_tree is not None:
-        shape["use_dynamic_tree"] = True
-        shape["max_total_draft_tokens"] = args.dynamic_tree
-    elif args.max_draft_len is None:
-        drafts = _drafts_by_default(model, args.quiet)
-        shape["draft_tree_widths"] = DEFAULT_DRAFT_TREE_WIDTHS if drafts else ()
-    if args.max_draft_len is not None:
-        shape["max_draft_len"] = args.max_draft_len
-    if args.dynamic_tree_top_k is not None:
-        shape["dynamic_tree_max_topK"] = args.dynamic_tree_top_k
-    return MTPDecodingConfig(state_commit=args.state_commit, **shape)
-
-
-def _drafts_by_default(model: str, quiet: bool) -> bool:
-    from ..config import ModelConfig
-
-    if ModelConfig.from_pretrained(model).mtp_num_hidden_layers:
-        return True
-    if not quiet:
-        write_err(f"[{model} has no MTP module, decoding without drafts]\n")
-    return False
-
-
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         max_tokens=args.max_tokens,
         stop=args.stop or None,
         ignore_eos=args.ignore_eos,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
         # A chat template writes the special tokens itself.
         add_special_tokens=not args.chat,
     )

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..llmapi import KvCacheConfig, MTPDecodingConfig
@@ -18,12 +19,20 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 
+def expect_directory(model: str) -> None:
+    """Raises ValueError where `model` is no directory."""
+    if not Path(model).is_dir():
+        raise ValueError(f"model directory {model!r} does not exist (nothing is downloaded)")
+
+
 @contextmanager
 def loaded_llm(
     args: argparse.Namespace, model: str, speculation: MTPDecodingConfig, num_prompts: int
 ) -> Iterator[LLM]:
     """The model with its engine, closed at the end."""
-    cache = KvCacheConfig(mamba_ssm_cache_dtype=args.state_dtype)
+    cache = KvCacheConfig(
+        mamba_ssm_cache_dtype=args.state_dtype, enable_block_reuse=args.block_reuse
+    )
     show = not args.quiet and sys.stderr.isatty()
     if show:
         write_err("loading torch ...\r")

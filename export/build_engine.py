@@ -1,0 +1,378 @@
+"""A checkpoint's directory to an engine's directory, all or nothing.
+
+The engine is made in a hidden directory beside its place and moved there when it is whole, so a
+failed or interrupted build leaves nothing, and an engine that is replaced stays until the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_treewy.binding_names import networks
+from trtllm_treewy.config import ModelConfig, read_json
+from trtllm_treewy.engine_config import (
+    CONFIG_NAME,
+    KEY,
+    ONNX,
+    TENSORRT,
+    EngineConfig,
+    EngineFile,
+    digest,
+    digest_of,
+)
+from trtllm_treewy.plugin_contract import VERSION
+
+from .checkpoint import find_sources, resolve_dtype
+from .onnx_export import export_onnx, parameter_shapes
+from .profiles import BuildLimits, make_profile
+from .tensorrt_builder import NetworkBuilder
+
+TIMING_CACHE = "timing.cache"
+# Of a checkpoint, what text needs.
+_TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What to build.
+
+    Attributes:
+        dtype: of weights and activations; "auto" is the checkpoint's.
+        state_dtype, stash_dtype: "float32" or "bfloat16".
+        limits: the largest sizes.
+    """
+
+    dtype: str = "auto"
+    state_dtype: str = "float32"
+    stash_dtype: str = "float32"
+    limits: BuildLimits = field(default_factory=BuildLimits)
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """What a build would make, from the headers of the checkpoint alone.
+
+    Attributes:
+        checkpoint, output: directories.
+        kind: `onnx` or `tensorrt`.
+        dtype: resolved.
+        weight_bytes: the weights, in the types of the engine, once.
+        state_bytes, kv_bytes: pools of all slots and of all tokens, at run time.
+        expert_bytes: scratch for the weights of the experts of a prompt's tokens.
+        disk_bytes: at the peak of the build.
+        seconds: what the stages took when the engine that is there was built.
+        up_to_date: that engine is what this build would make.
+    """
+
+    checkpoint: Path
+    output: Path
+    kind: str
+    dtype: str
+    weight_bytes: int
+    state_bytes: int
+    kv_bytes: int
+    expert_bytes: int
+    disk_bytes: int
+    seconds: dict[str, float]
+    up_to_date: bool
+
+
+def build_engine_directory(
+    checkpoint: str | Path,
+    output: str | Path,
+    options: BuildOptions,
+    builder: NetworkBuilder | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> bool:
+    """Builds an engine unless the one that is there is what would be built.
+
+    Args:
+        checkpoint: a Hugging Face directory.
+        output: the engine's directory: new, empty, or an engine, which is replaced.
+        options: what to build.
+        builder: builds the networks; without it the ONNX files themselves are the engine, for
+            ONNX Runtime.
+        force: build in any case.
+        progress: called as `progress(stage, done, total)`.
+
+    Returns:
+        Whether anything was built.
+
+    Raises:
+        FileNotFoundError, ValueError: the checkpoint cannot be exported, TensorRT refuses it, or
+            `output` holds something that is not an engine.
+        OSError: the disk is too small, or cannot be written.
+    """
+    plan = plan_build(checkpoint, output, options, builder)
+    if plan.up_to_date and not force:
+        return False
+    _check_space(plan)
+    with _new_directory(plan.output) as folder:
+        config = _build(plan, options, builder, folder, progress)
+        _write_config(plan.checkpoint, folder, config)
+    return True
+
+
+def plan_build(
+    checkpoint: str | Path,
+    output: str | Path,
+    options: BuildOptions,
+    builder: NetworkBuilder | None = None,
+) -> BuildPlan:
+    """The plan of a build; nothing is written. Raises as `build_engine_directory`."""
+    checkpoint, output = Path(checkpoint), Path(output)
+    config = ModelConfig.from_pretrained(checkpoint)
+    if EngineConfig.read(checkpoint) is not None:
+        raise ValueError(f"{checkpoint} is an engine already, expected a checkpoint")
+    limits = options.limits
+    if limits.max_seq_len > config.max_position_embeddings:
+        raise ValueError(
+            f"max_seq_len is {limits.max_seq_len}, expected at most the model's "
+            f"max_position_embeddings ({config.max_position_embeddings})"
+        )
+    dtype = resolve_dtype(options.dtype, config)
+    find_sources(checkpoint, parameter_shapes(config))
+    there = _engine_at(output)
+    weights = sum(shape.numel() for shape in parameter_shapes(config).values()) * dtype.itemsize
+    state = _itemsize(options.state_dtype)
+    heads = config.linear_num_value_heads * config.linear_value_head_dim
+    window = (config.linear_conv_kernel_dim - 1) * config.conv_dim * dtype.itemsize
+    per_slot = heads * config.linear_key_head_dim * state + window
+    tokens = limits.max_batch_size * limits.max_seq_len
+    expert = 3 * config.moe_intermediate_size * config.hidden_size * dtype.itemsize
+    layers = len(config.attention_layers) + config.mtp_num_hidden_layers
+    kv_token = 2 * layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    copies = 1 if builder is None else 1 + len(networks(config))
+    return BuildPlan(
+        checkpoint=checkpoint,
+        output=output,
+        kind=ONNX if builder is None else TENSORRT,
+        dtype=str(dtype).removeprefix("torch."),
+        weight_bytes=weights,
+        state_bytes=per_slot * len(config.linear_layers) * limits.max_batch_size,
+        kv_bytes=kv_token * tokens,
+        expert_bytes=limits.max_num_tokens * config.num_experts_per_tok * expert,
+        disk_bytes=weights * copies + (64 << 20),
+        seconds=dict(there.seconds) if there else {},
+        up_to_date=there is not None and _is_current(there, output, checkpoint, options, builder),
+    )
+
+
+def _itemsize(name: str) -> int:
+    dtype = getattr(torch, name, None)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"expected float32 or bfloat16, got {name!r}")
+    return int(dtype.itemsize)
+
+
+def _engine_at(output: Path) -> EngineConfig | None:
+    """The engine in `output`; ValueError where something else is there, which is never removed."""
+    if not output.exists():
+        return None
+    if not output.is_dir():
+        raise ValueError(f"{output} is a file, expected a directory for the engine")
+    if not any(output.iterdir()):
+        return None
+    try:
+        raw = read_json(output / CONFIG_NAME) if (output / CONFIG_NAME).is_file() else {}
+    except ValueError:
+        raw = {}
+    if KEY not in raw:
+        raise ValueError(f"{output} is not empty and holds no engine: choose another directory")
+    try:
+        return EngineConfig.read(output)
+    except ValueError:
+        return None  # of another version of this package: to be replaced
+
+
+def _is_current(
+    there: EngineConfig,
+    output: Path,
+    checkpoint: Path,
+    options: BuildOptions,
+    builder: NetworkBuilder | None,
+) -> bool:
+    if there.inputs != _inputs(checkpoint, options, builder):
+        return False
+    try:
+        there.check_files(output, contents=False)
+    except ValueError:
+        return False
+    return True
+
+
+def _inputs(checkpoint: Path, options: BuildOptions, builder: NetworkBuilder | None) -> str:
+    """Digest of what a build depends on; files by name, length and time, as they are large."""
+    files: dict[str, tuple[int, int | str]] = {}
+    for path in sorted(checkpoint.iterdir()):
+        if path.suffix == ".safetensors" or path.name in _TEXT_FILES:
+            status = path.stat()
+            files[path.name] = status.st_size, status.st_mtime_ns
+        elif path.suffix == ".json":
+            files[path.name] = path.stat().st_size, digest(path)
+    made_by = (ONNX, None) if builder is None else (builder.version, builder.gpu)
+    sources = {path.name: digest(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
+    return digest_of([files, asdict(options), made_by, VERSION, sources])
+
+
+def _check_space(plan: BuildPlan) -> None:
+    place = plan.output.absolute().parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < plan.disk_bytes:
+        raise OSError(
+            f"the build needs {plan.disk_bytes / 2**30:.1f} GiB in {place}, which has "
+            f"{free / 2**30:.1f} GiB free"
+        )
+
+
+@contextmanager
+def _new_directory(output: Path) -> Iterator[Path]:
+    """A directory that takes the place of `output` at the end, or goes if anything is raised."""
+    output = output.absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{output.name}.building-"
+    _remove_abandoned(output, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=output.parent))
+    old = folder.with_name(f"{folder.name}-old")
+    try:
+        yield folder
+        folder.chmod(0o755)
+        if output.exists():
+            output.rename(old)
+        try:
+            folder.rename(output)
+        except BaseException:
+            if old.exists() and not output.exists():
+                old.rename(output)
+            raise
+    finally:
+        for path in (folder, old):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_abandoned(output: Path, prefix: str) -> None:
+    """What builds of this engine left that were killed, by process ids that run no more."""
+    for path in sorted(output.parent.glob(f"{prefix}*")):
+        pid = path.name.removeprefix(prefix).split("-")[0]
+        if not pid.isdigit() or _runs(int(pid)):
+            continue
+        if path.name.endswith("-old") and not output.exists():
+            path.rename(output)  # killed between the two moves: the engine before it is whole
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _build(
+    plan: BuildPlan,
+    options: BuildOptions,
+    builder: NetworkBuilder | None,
+    folder: Path,
+    progress: Progress | None,
+) -> EngineConfig:
+    """Fills the directory, but for its config.json."""
+    seconds: dict[str, float] = {}
+    started = time.perf_counter()
+    onnx_files = export_onnx(
+        plan.checkpoint,
+        folder,
+        dtype=plan.dtype,
+        state_dtype=getattr(torch, options.state_dtype),
+        stash_dtype=getattr(torch, options.stash_dtype),
+        progress=None if progress is None else lambda *at: progress("export", *at),
+    )
+    seconds["export"] = round(time.perf_counter() - started, 2)
+    if builder is not None:
+        _build_networks(plan, options, builder, folder, seconds, progress)
+        for path in onnx_files:
+            path.unlink()
+    for name in _TEXT_FILES:
+        if (plan.checkpoint / name).is_file():
+            shutil.copyfile(plan.checkpoint / name, folder / name)
+    files = {
+        path.name: EngineFile(path.stat().st_size, digest(path))
+        for path in sorted(folder.iterdir())
+    }
+    limits = options.limits
+    return EngineConfig(
+        kind=plan.kind,
+        activation_dtype=plan.dtype,
+        state_dtype=options.state_dtype,
+        stash_dtype=options.stash_dtype,
+        kv_dtype=plan.dtype,
+        max_batch_size=limits.max_batch_size,
+        max_seq_len=limits.max_seq_len,
+        max_nodes=limits.max_nodes,
+        max_num_tokens=limits.max_num_tokens,
+        plugin_version=VERSION,
+        builder="onnx" if builder is None else builder.version,
+        gpu=None if builder is None else builder.gpu,
+        inputs=_inputs(plan.checkpoint, options, builder),
+        files=files,
+        seconds=seconds,
+    )
+
+
+def _build_networks(
+    plan: BuildPlan,
+    options: BuildOptions,
+    builder: NetworkBuilder,
+    folder: Path,
+    seconds: dict[str, float],
+    progress: Progress | None,
+) -> None:
+    config = ModelConfig.from_pretrained(plan.checkpoint)
+    cache = folder / TIMING_CACHE
+    if (plan.output / TIMING_CACHE).is_file():
+        shutil.copyfile(plan.output / TIMING_CACHE, cache)
+    for network in networks(config):
+        started = time.perf_counter()
+        profile = make_profile(network, config, options.limits)
+        source, target = folder / f"{network}.onnx", folder / f"{network}.engine"
+        builder.build(source, target, [profile], cache, progress)
+        seconds[network] = round(time.perf_counter() - started, 2)
+
+
+def _write_config(checkpoint: Path, folder: Path, config: EngineConfig) -> None:
+    """The last file: a directory without it is no engine."""
+    raw: dict[str, Any] = read_json(checkpoint / CONFIG_NAME)
+    text = json.dumps({**raw, KEY: config.to_dict()}, indent=2)
+    with (folder / CONFIG_NAME).open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,293 @@
+"""How many nodes the trees of a step may have: as many as there are, or what pays (`auto`).
+
+Drafts cost time whether they are accepted or not: to make, and to verify. What a step of n nodes
+costs depends on the batch and the device, what it brings on the text. `auto` measures both and
+takes the n of the most tokens a second, n = 1 being plain decoding. It is never slower than plain
+decoding by more than a small part, because what it spends on finding out comes from an allowance:
+a part of the time that plain decoding would have taken for the same tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
+from typing import Protocol
+
+from trtllm_treewy.draft_tree import DraftTree
+
+# Weight of a new measurement in the running means; more where the last one is long ago.
+RATE, RARE_RATE = 0.1, 0.5
+# Part of plain decoding's time that may be lost on trying other sizes.
+ALLOWANCE = 0.02
+# What may be lost before plain decoding has run for long, in its steps; also the most that is
+# put by: what good drafts won long ago must not pay for bad ones now.
+CREDIT = 8.0
+# Steps of one batch size after which plain decoding is measured again, and trees are tried again.
+REVISIT = 64
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step of decoding rows came to.
+
+    Attributes:
+        rows: decoding rows in it.
+        seconds: for drafting, verification and commit.
+        trees: as verified, of the rows that may have drafts.
+        paths: accepted nodes of each of them, the root first.
+    """
+
+    rows: int
+    seconds: float
+    trees: Sequence[DraftTree]
+    paths: Sequence[Sequence[int]]
+
+
+class TreePolicy(Protocol):
+    """Sets the node limit of each step, and learns from what came of it."""
+
+    def limit(self, rows: int) -> int | None:
+        """Nodes a tree may have in a step of `rows` trees; 1 is no drafts, None no limit."""
+        ...
+
+    def observe(self, report: StepReport) -> None:
+        """Takes note of a step."""
+        ...
+
+
+class FullTrees:
+    """Static and dynamic trees as the drafter makes them."""
+
+    def limit(self, rows: int) -> int | None:
+        return None
+
+    def observe(self, report: StepReport) -> None:
+        """Nothing to learn."""
+
+
+def choose_nodes(cost: Mapping[int, float], tokens: Mapping[int, float]) -> int:
+    """The number of nodes with the most tokens a second.
+
+    Args:
+        cost: seconds of a step by nodes; 1 is there.
+        tokens: tokens that a row gains in a step, by nodes; 1.0 where nothing is accepted.
+
+    Returns:
+        A key of `cost` that `tokens` has too; the smallest of equals.
+    """
+    return max(sorted(cost.keys() & tokens.keys()), key=lambda n: tokens[n] / cost[n])
+
+
+class Acceptance:
+    """Recent acceptance by depth, for every number of nodes a tree could have been cut to.
+
+    A tree of m nodes says what any smaller one would have brought: nodes are taken best first by
+    cumulative log probability, so the tree of n nodes holds the n best of them, and accepts the
+    part of the accepted path that lies within.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        # Parts of the rows that accepted a draft at depth d + 1, by size.
+        self.by_depth: dict[int, list[float]] = {size: [] for size in sizes}
+        self._seen: set[int] = {1}
+
+    def observe(
+        self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int]], rate: float = RATE
+    ) -> None:
+        """Takes note of the trees of a step and their accepted paths, root first."""
+        largest = max((tree.num_nodes for tree in trees), default=1)
+        ranks = [_ranks(tree) for tree in trees]
+        for size in self.by_depth:
+            if not 1 < size <= largest:
+                continue
+            lengths = [
+                sum(rank[node] < size for node in path[1:])
+                for rank, path in zip(ranks, paths, strict=True)
+            ]
+            self._update(size, lengths, rate)
+
+    def _update(self, size: int, lengths: Sequence[int], rate: float) -> None:
+        known = self.by_depth[size]
+        known.extend([0.0] * (max(lengths, default=0) - len(known)))
+        rate = rate if size in self._seen else 1.0
+        self._seen.add(size)
+        for depth in range(len(known)):
+            part = sum(length > depth for length in lengths) / len(lengths)
+            known[depth] += rate * (part - known[depth])
+
+    def tokens(self) -> dict[int, float]:
+        """Tokens a row gains in a step, by size, where that was seen."""
+        return {n: 1.0 + sum(parts) for n, parts in self.by_depth.items() if n in self._seen}
+
+
+class StepCost:
+    """Measured seconds of a step, by batch and nodes; what was not measured lies on lines between.
+
+    A running mean, with outliers (the first step of a shape compiles and allocates) cut to a
+    multiple of it.
+    """
+
+    OUTLIER = 3.0
+
+    def __init__(self) -> None:
+        self._mean: dict[int, dict[int, float]] = {}
+        self._count: dict[tuple[int, int], int] = {}
+
+    def observe(self, rows: int, nodes: int, seconds: float, rate: float = RATE) -> None:
+        """Takes note of one step."""
+        measured = self._mean.setdefault(rows, {})
+        count = self._count.get((rows, nodes), 0)
+        self._count[rows, nodes] = count + 1
+        if count <= 1:  # the second measurement replaces the first where it is smaller
+            measured[nodes] = min(seconds, measured.get(nodes, seconds))
+            return
+        mean = measured[nodes]
+        measured[nodes] = mean + rate * (min(seconds, self.OUTLIER * mean) - mean)
+
+    def measured(self, rows: int, nodes: int) -> bool:
+        """Whether such a step was seen often enough to go by."""
+        return self._count.get((rows, nodes), 0) >= 2
+
+    def at(self, rows: int, nodes: int) -> float | None:
+        """Seconds of a step; None where no step of such a batch was seen."""
+        known = self._mean.get(rows)
+        if not known:
+            return None
+        if nodes in known:
+            return known[nodes]
+        below = max((n for n in known if n < nodes), default=None)
+        above = min((n for n in known if n > nodes), default=None)
+        if below is None:
+            return known[min(known)]
+        if above is None:
+            # Beyond what was seen: at worst, in proportion to the nodes.
+            return known[below] * nodes / below
+        part = (nodes - below) / (above - below)
+        return known[below] + part * (known[above] - known[below])
+
+
+class AutoTrees:
+    """Takes the number of nodes that measured best, and finds out within an allowance.
+
+    Args:
+        sizes: numbers of nodes to choose from, 1 (no drafts) and the largest among them.
+        batches: batch sizes that costs are kept for; a batch counts as the next larger one.
+        allowance: part of plain decoding's time that may be lost on finding out.
+
+    Attributes:
+        acceptance: recent acceptance by size and depth.
+        cost: measured step times.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], batches: Sequence[int], allowance: float = ALLOWANCE
+    ) -> None:
+        if 1 not in sizes:
+            raise ValueError(f"tree sizes must hold 1, decoding without drafts, got {list(sizes)}")
+        if not allowance > 0:
+            raise ValueError(f"allowance must be above 0, got {allowance}")
+        self.sizes, self._batches = tuple(sorted(sizes)), tuple(sorted(batches))
+        self._allowance = allowance
+        self.acceptance = Acceptance(self.sizes)
+        self.cost = StepCost()
+        # Steps of plain decoding that may be lost yet; None until such a step was measured.
+        self._balance: float | None = None
+        self._since: dict[tuple[int, int], int] = {}
+
+    def limit(self, rows: int) -> int | None:
+        batch = self._batch(rows)
+        if self._balance is None or not self.cost.measured(batch, 1):
+            return 1
+        trial = self._trial(batch, self._balance)
+        if trial is not None:
+            return trial
+        return self.best(rows) if self._balance >= 0 else 1
+
+    def best(self, rows: int) -> int:
+        """What the measurements say, without trying anything out."""
+        batch = self._batch(rows)
+        costs = {n: c for n in self.sizes if (c := self.cost.at(batch, n)) is not None}
+        return choose_nodes(costs, self.acceptance.tokens()) if costs else 1
+
+    def observe(self, report: StepReport) -> None:
+        if not report.trees:
+            return
+        batch = self._batch(report.rows)
+        size = self._size(max(tree.num_nodes for tree in report.trees))
+        since = self._since.get((batch, size), 0)
+        rate = min(RARE_RATE, RATE * (1 + since / 8))
+        self.cost.observe(batch, size, report.seconds, rate)
+        if size > 1:
+            self.acceptance.observe(report.trees, report.paths, rate)
+        plain = self.cost.at(batch, 1)
+        if plain:
+            gained = sum(len(path) for path in report.paths) / len(report.paths)
+            won = gained * (1 + self._allowance) - report.seconds / plain
+            before = CREDIT if self._balance is None else self._balance
+            self._balance = min(before + (won if size > 1 else self._allowance), CREDIT)
+        for other in self.sizes:
+            self._since[batch, other] = self._since.get((batch, other), 0) + 1
+        self._since[batch, size] = 0
+
+    def _trial(self, batch: int, balance: float) -> int | None:
+        """A size worth a look, if the balance covers a step of it that brings nothing.
+
+        Sizes that were never seen come first, the smallest before the others, since its cost says
+        what the next can cost at most. Then what was not seen for long: plain decoding, and the
+        largest tree that can be afforded, which says what the smaller ones would bring.
+        """
+        plain = self.cost.at(batch, 1)
+        if plain is None:
+            return None
+
+        def affordable(size: int) -> bool:
+            cost = self.cost.at(batch, size)
+            return cost is not None and cost / plain - 1 <= balance
+
+        for size in self.sizes:
+            if not self.cost.measured(batch, size):
+                return size if affordable(size) else None
+        stale = [n for n in self.sizes if self._since.get((batch, n), REVISIT) >= REVISIT]
+        if 1 in stale:
+            return 1
+        return max((n for n in stale if affordable(n)), default=None)
+
+    def _batch(self, rows: int) -> int:
+        return next((b for b in self._batches if b >= rows), self._batches[-1])
+
+    def _size(self, nodes: int) -> int:
+        return next((n for n in self.sizes if n >= nodes), self.sizes[-1])
+
+
+def cut_to_depth(tree: DraftTree, depth: int) -> DraftTree:
+    """The nodes of `tree` down to `depth`; the root is at 0."""
+    if tree.depth <= depth:
+        return tree
+    depths, kept = [0] * tree.num_nodes, [0]
+    for node in range(1, tree.num_nodes):
+        depths[node] = depths[tree.parent_ids[node]] + 1
+        if depths[node] <= depth:
+            kept.append(node)
+    index = {node: place for place, node in enumerate(kept)}
+    return DraftTree(
+        tuple(tree.token_ids[node] for node in kept),
+        (-1, *(index[tree.parent_ids[node]] for node in kept[1:])),
+        tuple(tree.log_probs[node] for node in kept),
+    )
+
+
+def _ranks(tree: DraftTree) -> list[int]:
+    """Place of each node when they are taken best first, as `fit_to_budget` does; the root's 0."""
+    children: list[list[int]] = [[] for _ in tree.parent_ids]
+    for node in range(1, tree.num_nodes):
+        children[tree.parent_ids[node]].append(node)
+    ranks, heap = [0] * tree.num_nodes, [(0.0, 0)]
+    for place in range(tree.num_nodes):
+        _, node = heapq.heappop(heap)
+        ranks[node] = place
+        for child in children[node]:
+            score = tree.log_probs[child]
+            heapq.heappush(heap, (float("inf") if isnan(score) else -score, child))
+    return ranks

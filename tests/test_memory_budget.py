@@ -1,0 +1,217 @@
+"""One plan before anything is allocated, and what it promises is what is admitted (CASE 27)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_world import make_request, tiny_config, tiny_model
+
+from trtllm_treewy.llmapi import STATE_COMMITS, KvCacheConfig, MTPDecodingConfig
+from trtllm_treewy.memory_plan import plan
+from trtllm_treewy.runtime import build
+from trtllm_treewy.runtime.executor import ExecutorLimits
+from trtllm_treewy.runtime.executor_torch import make_kv_cache, make_state_manager
+from trtllm_treewy.runtime.memory_budget import CHECKPOINTS_PER_SLOT, Demand, divide
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+# States that weigh as much beside a context as those of a large model do.
+HEAVY = tiny_config(
+    linear_value_head_dim=24,
+    linear_key_head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+
+
+def make_demand(policy="reconstruct", **changes) -> Demand:
+    sizes = plan(HEAVY, draft_tree_widths=(3, 3, 3), context_length=256, activation_dtype="float32")
+    return Demand(**{"plan": sizes, "policy": policy, "weights": 100_000, **changes})
+
+
+@pytest.mark.parametrize("policy", STATE_COMMITS)
+@pytest.mark.parametrize("stash", ["pseudo_values", "inputs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_planned_is_what_is_allocated(policy, stash, dtype):
+    """The formulas and the pools are one truth: every pool on the meta device, to the byte."""
+    if stash == "inputs" and policy != "reconstruct":
+        pytest.skip("no such stash")
+    speculation = MTPDecodingConfig(
+        use_dynamic_tree=True, max_draft_len=5, dynamic_tree_max_topK=6, state_commit=policy
+    )
+    cache = KvCacheConfig(tokens_per_block=8, enable_block_reuse=True)
+    sizes = build.plan_sequence(HEAVY, speculation, cache, dtype, 100, stash)
+    budget = divide(
+        Demand(sizes, policy, build.weight_bytes(HEAVY, dtype), prefix_cache=True), 20 << 20, ""
+    )
+    limits = ExecutorLimits(
+        max_batch_size=budget.num_slots,
+        max_seq_len=100,
+        max_nodes=sizes.num_nodes,
+        scratch_rows=sizes.scratch_rows,
+        num_blocks=budget.num_blocks,
+        tokens_per_block=8,
+        num_checkpoints=budget.num_checkpoints,
+    )
+    meta = torch.device("meta")
+    state = make_state_manager(
+        HEAVY,
+        limits,
+        device=meta,
+        activation_dtype=dtype,
+        state_dtype=torch.float32,
+        commit=policy,
+        history=build._history(speculation),
+        stash=stash,
+        stash_dtype=torch.float32,
+    )
+    pages = make_kv_cache(HEAVY, limits, device=meta, dtype=dtype)
+    assert state.pool_bytes == budget.slots
+    assert state.stash_bytes == budget.stash
+    assert pages.bytes == budget.kv_cache
+    hidden = budget.num_checkpoints * HEAVY.hidden_size * dtype.itemsize
+    assert state.checkpoint_bytes + hidden == budget.checkpoints
+    assert budget.num_slots > 1
+    assert budget.num_checkpoints > 1
+    assert budget.total <= budget.available
+
+
+@pytest.mark.parametrize("available", [1 << 20, 3 << 20, 10_000_000, 100_000_000])
+@pytest.mark.parametrize("policy", STATE_COMMITS)
+def test_a_budget_is_filled_and_never_exceeded(policy, available):
+    demand = make_demand(policy)
+    try:
+        budget = divide(demand, available, "here")
+    except MemoryError:
+        assert available < demand.weights + demand.plan.reserved(policy) + demand.plan.kv_block
+        return
+    assert budget.total <= available
+    assert budget.num_slots == demand.plan.max_sequences(available - demand.weights)[policy]
+    one_more = budget.total + demand.plan.reserved(policy)
+    assert one_more > available or budget.num_slots == 1024
+
+
+def test_what_the_user_says_is_kept():
+    budget = divide(make_demand(max_batch_size=3), 50 << 20, "")
+    assert (budget.num_slots, budget.num_checkpoints) == (3, 0)
+    assert budget.num_blocks == 3 * budget_blocks(256), "as many as three sequences can use"
+    budget = divide(make_demand(max_batch_size=3, kv_tokens=100), 50 << 20, "")
+    assert budget.num_blocks == 4
+    budget = divide(make_demand(kv_tokens=1000), 20 << 20, "")
+    assert budget.num_blocks == 32
+    assert budget.total <= 20 << 20
+    saved = divide(make_demand(prefix_cache=True, checkpoints=5), 50 << 20, "")
+    assert saved.num_checkpoints == 5
+    saved = divide(make_demand(prefix_cache=True, max_batch_size=4), 50 << 20, "")
+    assert saved.num_checkpoints == 4 * CHECKPOINTS_PER_SLOT
+    unlimited = divide(make_demand(max_batch_size=7), None, "")
+    assert unlimited.num_blocks == 7 * budget_blocks(256)
+
+
+def budget_blocks(tokens: int) -> int:
+    return make_demand().plan.blocks(tokens)
+
+
+@pytest.mark.parametrize("policy", STATE_COMMITS)
+def test_case_27_the_advice_is_exact(policy):
+    """CASE 27: large batch and draft length: lowering by what the message says just fits."""
+    demand = make_demand(policy, max_batch_size=900)
+    with pytest.raises(MemoryError, match="exceed the 9.5 MiB that may be used on x by") as caught:
+        divide(demand, 10_000_000, "on x")
+    fewer = int(re.search(r"max_batch_size by (\d+)", str(caught.value)).group(1))
+    divide(replace(demand, max_batch_size=900 - fewer), 10_000_000, "on x")
+    with pytest.raises(MemoryError):
+        divide(replace(demand, max_batch_size=901 - fewer), 10_000_000, "on x")
+
+
+def test_advice_names_checkpoints_and_steps():
+    demand = make_demand(max_batch_size=1, prefix_cache=True, checkpoints=200, graphs=1 << 20)
+    with pytest.raises(MemoryError, match=r"200 checkpoints .*logits and activations") as caught:
+        divide(demand, 2 << 20, "")
+    fewer = int(re.search(r"max_checkpoints by (\d+)", str(caught.value)).group(1))
+    divide(replace(demand, checkpoints=200 - fewer), 2 << 20, "")
+    with pytest.raises(MemoryError, match="take a smaller dtype or model"):
+        divide(make_demand(max_batch_size=1), 1000, "")
+
+
+# ------------------------------------------------------------------------------ as an engine
+
+
+def build_with(policy: str, memory: int | None):
+    speculation = MTPDecodingConfig(draft_tree_widths=(3, 3), state_commit=policy)
+    cache = KvCacheConfig(memory_bytes=memory, tokens_per_block=8)
+    return build.build_engine(
+        HEAVY,
+        lambda: tiny_model(config=HEAVY),
+        speculation,
+        cache,
+        dtype=torch.float32,
+        device=CPU,
+        max_batch_size=None,
+        max_seq_len=24,
+        max_num_tokens=1024,
+    )
+
+
+def test_reconstruct_admits_what_the_plan_promises_and_more_than_snapshot():
+    """Under the same small budget, counted as sequences that run at once."""
+    most: dict[str, int] = {}
+    promised: dict[str, int] = {}
+    memory = build.weight_bytes(HEAVY, torch.float32) + 2 * MIB
+    for policy in STATE_COMMITS:
+        engine, report = build_with(policy, memory)
+        assert report["total_bytes"] <= memory
+        # 14 tokens of prompt and 10 of output: the longest sequence.
+        for number in range(120):
+            engine.add(make_request(number, [number % 50 + 1] * 14, 10, speculation=number < 9))
+        most[policy] = 0
+        while engine.has_work:
+            engine.step()
+            most[policy] = max(most[policy], engine.stats.running)
+        assert engine.stats.requests_finished == 120
+        assert engine.stats.preemptions == 0
+        sizes = plan(
+            HEAVY,
+            draft_tree_widths=(3, 3),
+            activation_dtype="float32",
+            context_length=24,
+            tokens_per_block=8,
+        )
+        promised[policy] = sizes.max_sequences(2 * MIB)[policy]
+    assert most == promised
+    factor = sizes.reserved("snapshot") / sizes.reserved("reconstruct")
+    assert factor > 2
+    assert most["reconstruct"] < 120
+    assert most["reconstruct"] / most["snapshot"] >= factor * (1 - 1 / most["snapshot"])
+    assert most["reconstruct"] > most["snapshot"]
+
+
+def test_bytes_and_fraction_the_smaller_holds(monkeypatch):
+    monkeypatch.setattr(build, "free_memory", lambda device: 4 << 20)
+    small, _ = build_with("reconstruct", 1 << 20), None
+    whole = build_with("reconstruct", None)
+    beyond = build_with("reconstruct", 1 << 40)
+    assert small[1]["total_bytes"] <= 1 << 20
+    assert whole[1]["total_bytes"] <= 0.9 * (4 << 20)
+    assert beyond[1] == whole[1]
+    with pytest.raises(MemoryError, match=r"\(kv_cache_config.memory_bytes\)"):
+        build_with("reconstruct", 1000)
+
+
+def test_nothing_is_loaded_before_the_plan_holds(monkeypatch):
+    monkeypatch.setattr(build, "TorchExecutor", None)
+    with pytest.raises(MemoryError):
+        build.build_engine(
+            HEAVY,
+            lambda: pytest.fail("weights were loaded"),
+            MTPDecodingConfig(),
+            KvCacheConfig(memory_bytes=50_000),
+            dtype=torch.float32,
+            device=CPU,
+            max_batch_size=64,
+            max_seq_len=64,
+            max_num_tokens=64,
+        )

@@ -1,0 +1,132 @@
+"""`trtllm-treewy build`: a checkpoint to an engine's directory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .program import EXIT_OK
+from .sizes import format_size
+from .streams import write_err
+
+if TYPE_CHECKING:
+    from ..export.build_engine import BuildPlan
+    from ..export.tensorrt_builder import NetworkBuilder
+
+
+def run(args: argparse.Namespace) -> int:
+    """Builds, or prints the plan; an exit code."""
+    _need_onnx()
+    from ..export.build_engine import BuildOptions, build_engine_directory, plan_build
+    from ..export.profiles import BuildLimits
+
+    options = BuildOptions(
+        dtype=args.dtype,
+        state_dtype=args.state_dtype,
+        stash_dtype=args.stash_dtype,
+        limits=BuildLimits(
+            max_batch_size=args.max_batch_size,
+            max_seq_len=args.max_seq_len or _default_length(args.model),
+            max_nodes=args.max_nodes,
+            max_num_tokens=args.max_num_tokens,
+        ),
+    )
+    builder = _builder(args)
+    if args.dry_run:
+        print(describe(plan_build(args.model, args.output, options, builder)))
+        return EXIT_OK
+    show = None if args.quiet or not sys.stderr.isatty() else _Bars()
+    try:
+        built = build_engine_directory(
+            args.model, args.output, options, builder, force=args.force, progress=show
+        )
+    finally:
+        if show is not None:
+            show.close()
+    what = "built" if built else "is up to date (--force builds it again)"
+    write_err(f"{args.output} {what}\n")
+    return EXIT_OK
+
+
+def _need_onnx() -> None:
+    try:
+        import onnx  # noqa: F401
+    except ImportError:
+        raise ValueError("build needs the package onnx: pip install onnx") from None
+
+
+def _default_length(model: str) -> int:
+    from ..config import ModelConfig
+
+    return min(8192, ModelConfig.from_pretrained(model).max_position_embeddings)
+
+
+def _builder(args: argparse.Namespace) -> NetworkBuilder | None:
+    if args.backend == "onnx":
+        return None
+    import torch
+
+    from ..export.tensorrt_builder import TensorRTBuilder
+    from ..plugin_contract import LIBRARY
+
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "a TensorRT engine is built on the GPU that it is for, and torch finds none here; "
+            "--backend onnx builds for ONNX Runtime on a CPU"
+        )
+    if args.plugins is None:
+        raise ValueError(f"--plugins is needed: the path of {LIBRARY}, made by ./build.sh")
+    major, minor = torch.cuda.get_device_capability()
+    try:
+        return TensorRTBuilder(
+            Path(args.plugins), gpu=f"{torch.cuda.get_device_name()} sm_{major}{minor}"
+        )
+    except ImportError:
+        raise ValueError(
+            "--backend tensorrt needs the package tensorrt, 10.14 to 11: pip install tensorrt"
+        ) from None
+
+
+def describe(plan: BuildPlan) -> str:
+    """The plan as text: memory, disk and time."""
+    stages = ", ".join(f"{stage} {seconds:g} s" for stage, seconds in plan.seconds.items())
+    time = f"{stages} (the last build)" if stages else "not known before a build"
+    lines = [
+        f"{plan.kind} engine of {plan.checkpoint} in {plan.output}, {plan.dtype}",
+        f"weights            {format_size(plan.weight_bytes)}"
+        + (" in each network that has them" if plan.kind == "tensorrt" else ""),
+        f"states, all slots  {format_size(plan.state_bytes)}",
+        f"KV cache, all full {format_size(plan.kv_bytes)}",
+    ]
+    if plan.expert_bytes:
+        lines.append(f"experts of a step  {format_size(plan.expert_bytes)} of scratch")
+    lines += [
+        f"disk while built   {format_size(plan.disk_bytes)}",
+        f"time               {time}",
+    ]
+    if plan.up_to_date:
+        lines.append("the engine that is there is up to date: nothing would be done")
+    return "\n".join(lines)
+
+
+class _Bars:
+    """A progress bar for each stage."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, Any] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        from tqdm import tqdm
+
+        if stage not in self._bars:
+            self._bars[stage] = tqdm(total=total, desc=stage, file=sys.stderr, leave=False)
+        bar = self._bars[stage]
+        bar.update(done - bar.n)
+        if done >= total:
+            self._bars.pop(stage).close()
+
+    def close(self) -> None:
+        for bar in self._bars.values():
+            bar.close()

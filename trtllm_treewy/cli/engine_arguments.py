@@ -1,0 +1,196 @@
+"""Arguments of every command that loads a model: drafts, types, limits."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from ..llmapi import (
+    DEFAULT_DYNAMIC_DEPTH,
+    DEFAULT_DYNAMIC_TOP_K,
+    STASHES,
+    STATE_COMMITS,
+    TREE_POLICIES,
+    KvCacheConfig,
+)
+
+DEFAULT_DRAFT_TREE_WIDTHS = (3, 3, 3)
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+EPILOG = "TREEWY_DEBUG=1 in the environment shows an error with its traceback."
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Types, place and limits of the engine."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of weights and activations (default: %(default)s, the checkpoint's; with float32 on "
+        "the CPU, drafts never change the tokens)",
+    )
+    engine.add_argument(
+        "--state-dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of the recurrent state (default: %(default)s, which is float32)",
+    )
+    engine.add_argument(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda, cuda:1, ... (default: a GPU if torch finds one)",
+    )
+    engine.add_argument(
+        "--max-batch-size",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="most prompts decoded together (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--max-seq-len",
+        type=positive,
+        metavar="N",
+        help="most tokens of prompt and output together (default: 8192, or the model's longest "
+        "if that is shorter)",
+    )
+    engine.add_argument(
+        "--block-reuse",
+        action=argparse.BooleanOptionalAction,
+        default=KvCacheConfig.enable_block_reuse,
+        help="a prompt that starts like an earlier one takes over what was computed of it "
+        f"(default: {'on' if KvCacheConfig.enable_block_reuse else 'off'})",
+    )
+
+
+def add_drafts(parser: argparse.ArgumentParser) -> None:
+    """The shape of the drafts, and how they are committed."""
+    group = parser.add_argument_group(
+        "drafts",
+        "Without a flag that says how: a tree of widths 3,3,3 where the model has an MTP module, "
+        "else none.",
+    )
+    shape = group.add_mutually_exclusive_group()
+    shape.add_argument(
+        "--draft-tree-widths",
+        type=integers,
+        metavar="W,W,...",
+        help="children per node, level by level (default: 3,3,3)",
+    )
+    shape.add_argument(
+        "--draft-tree-parents",
+        type=integers,
+        metavar="-1,P,...",
+        help="parent of each node, root first (default: a tree by widths)",
+    )
+    shape.add_argument(
+        "--dynamic-tree",
+        type=positive,
+        metavar="N",
+        help="the best N draft tokens, anew at each step (default: the same tree at each step)",
+    )
+    shape.add_argument(
+        "--no-speculation",
+        action="store_true",
+        help="decode without drafts (default: with drafts, where the model has an MTP module)",
+    )
+    group.add_argument(
+        "--max-draft-len",
+        type=positive,
+        metavar="N",
+        help=f"a chain of N drafts, or with --dynamic-tree its depth "
+        f"(default: no chain; {DEFAULT_DYNAMIC_DEPTH} with --dynamic-tree)",
+    )
+    group.add_argument(
+        "--dynamic-tree-top-k",
+        type=positive,
+        metavar="K",
+        help=f"candidates below each node of a dynamic tree (default: {DEFAULT_DYNAMIC_TOP_K})",
+    )
+    group.add_argument(
+        "--tree-policy",
+        choices=TREE_POLICIES,
+        help="the same tree at each step, the best drafts of each, or as many of either as bring "
+        "the most tokens a second (default: what the shape says)",
+    )
+    group.add_argument(
+        "--acceptance-rule",
+        choices=("match", "rejection"),
+        default="match",
+        help="how sampling accepts drafts: match, where drafts do not change the text of a seed, "
+        "or rejection, which accepts more (default: %(default)s)",
+    )
+    group.add_argument(
+        "--state-commit",
+        choices=STATE_COMMITS,
+        default="reconstruct",
+        help="how accepted tokens reach the state (default: %(default)s)",
+    )
+    group.add_argument(
+        "--stash",
+        choices=STASHES,
+        default="auto",
+        help="what verification keeps for --state-commit reconstruct (default: %(default)s, the "
+        "faster one)",
+    )
+
+
+def check_drafts(args: argparse.Namespace) -> None:
+    """Refuses what argparse cannot: a flag may be in one exclusive group only."""
+    top_k, policy = args.dynamic_tree_top_k is not None, args.tree_policy
+    for given, flag in (
+        (args.max_draft_len is not None, "--max-draft-len"),
+        (top_k, "--dynamic-tree-top-k"),
+        (policy is not None, "--tree-policy"),
+    ):
+        if given and args.no_speculation:
+            args.usage_error(f"argument --no-speculation: not allowed with argument {flag}")
+    for given, flag in (
+        (args.draft_tree_widths is not None, "--draft-tree-widths"),
+        (args.draft_tree_parents is not None, "--draft-tree-parents"),
+    ):
+        if given and policy == "dynamic":
+            args.usage_error(f"argument --tree-policy dynamic: not allowed with argument {flag}")
+    if policy == "static" and args.dynamic_tree is not None:
+        args.usage_error("argument --tree-policy static: not allowed with argument --dynamic-tree")
+    if top_k and args.dynamic_tree is None and policy not in ("dynamic", "auto"):
+        args.usage_error("argument --dynamic-tree-top-k: needs --dynamic-tree")
+    if args.stash == "inputs" and args.state_commit != "reconstruct":
+        args.usage_error("argument --stash inputs: needs --state-commit reconstruct")
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Integers separated by commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected integers separated by commas, got {text!r}"
+        ) from None
+
+
+def number(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
+    return value
+
+
+def unsigned(text: str) -> int:
+    """An integer of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return value

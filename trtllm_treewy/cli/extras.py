@@ -1,0 +1,14 @@
+"""Packages that only some commands need."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+
+def expect_packages(command: str, extra: str, *names: str) -> None:
+    """Raises ValueError for the packages that are missing, saying what to install."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"{command} needs the package {' and '.join(missing)}; install trtllm-treewy[{extra}]"
+        )

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server of `trtllm-treewy serve`. Needs the extra `serve`."""
