@@ -10,8 +10,8 @@
  * read on the device, so a captured graph replays over other topologies.
  *
  * Conventions: B rows, N node columns, L layers; HK key heads and HV value heads (value head h uses
- * key head h / (HV / HK)), head dims K and V. `slot` int32 [B], -1 for a padded row: nothing is
- * read or written for it and its outputs are zero. `parents` int32 [B, N], topological order, root
+ * key head h / (HV / HK)), head dims K and V. `slot` int32 [B], -1 for a padded row: no state
+ * is read or written for it and its outputs are zero (its inputs may be read). `parents` int32 [B, N], topological order, root
  * first with parent -1. `num_nodes` int32 [B]; nodes at or beyond it are padding: inert, output
  * zero. State [slots, HV, V, K], K innermost. The innermost dimension of every tensor is
  * contiguous; the other strides are given.
@@ -34,7 +34,7 @@ extern "C" {
 
 typedef enum treewy_status {
   TREEWY_OK = 0,
-  TREEWY_INVALID_ARGUMENT = 1, /* a null pointer, a negative size, a stride that overlaps */
+  TREEWY_INVALID_ARGUMENT = 1, /* a null pointer, a negative size, a bad stride */
   TREEWY_UNSUPPORTED = 2,      /* a valid request beyond a limit, which the message names */
   TREEWY_CUDA_ERROR = 3        /* the launch failed; the message holds CUDA's own */
 } treewy_status;
@@ -115,7 +115,7 @@ typedef struct treewy_history {
   int64_t u_stride[2];     /* layer, slot */
   int64_t k_stride[2];     /* layer, slot */
   int64_t g_stride[2];     /* layer, slot */
-  int32_t capacity;        /* H, at least 1 */
+  int32_t capacity;        /* H, at least 1; verification takes at most 64 */
   int32_t reserved;
 } treewy_history;
 

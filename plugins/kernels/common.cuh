@@ -19,6 +19,8 @@ __attribute__((format(printf, 2, 3))) treewy_status fail(treewy_status status, c
 // TREEWY_CUDA_ERROR with CUDA's own text; clears the error where CUDA does not keep it.
 treewy_status fail_cuda(const char* operation, cudaError_t error) noexcept;
 
+inline constexpr int kMaxGridY = 65535;
+
 // Blocks of a launch.
 struct Grid {
     int64_t x;
@@ -27,9 +29,10 @@ struct Grid {
 };
 
 inline treewy_status check_grid(const char* name, const Grid& grid) {
-    if (grid.x <= INT32_MAX && grid.y <= 65535) return TREEWY_OK;
-    return fail(TREEWY_UNSUPPORTED, "%s: %lld by %lld blocks, at most %d by 65535 can be launched",
-                name, static_cast<long long>(grid.x), static_cast<long long>(grid.y), INT32_MAX);
+    if (grid.x <= INT32_MAX && grid.y <= kMaxGridY) return TREEWY_OK;
+    return fail(TREEWY_UNSUPPORTED, "%s: %lld by %lld blocks, at most %d by %d can be launched",
+                name, static_cast<long long>(grid.x), static_cast<long long>(grid.y), INT32_MAX,
+                kMaxGridY);
 }
 
 }  // namespace treewy

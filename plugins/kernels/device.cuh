@@ -96,6 +96,26 @@ __device__ __forceinline__ unsigned char* shared_memory() {
     return static_cast<unsigned char*>(__cvta_shared_to_generic(base));
 }
 
+// Lets a kernel have `shared` bytes of dynamic shared memory: once and for all the most that the
+// device gives, so that threads that launch it with other sizes do not undo each other's.
+inline treewy_status allow_shared(const char* name, const void* kernel, size_t shared) {
+    if (shared <= 48 * 1024) return TREEWY_OK;
+    cudaFuncAttributes has;
+    cudaError_t status = cudaFuncGetAttributes(&has, kernel);
+    if (status == cudaSuccess && static_cast<size_t>(has.maxDynamicSharedSizeBytes) < shared) {
+        int device = 0, most = 0;
+        status = cudaGetDevice(&device);
+        if (status == cudaSuccess) {
+            status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        }
+        if (status == cudaSuccess) {
+            status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          most - static_cast<int>(has.sharedSizeBytes));
+        }
+    }
+    return status == cudaSuccess ? TREEWY_OK : fail_cuda(name, status);
+}
+
 // Launches `kernel` with one parameter; `name` is the operation, for messages.
 template <typename Params>
 treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid, int threads,
@@ -104,11 +124,8 @@ treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid,
     const treewy_status fits = check_grid(name, grid);
     if (fits != TREEWY_OK) return fits;
     const void* function = reinterpret_cast<const void*>(kernel);
-    if (shared > 48 * 1024) {
-        const cudaError_t status = cudaFuncSetAttribute(
-            function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-        if (status != cudaSuccess) return fail_cuda(name, status);
-    }
+    const treewy_status allowed = allow_shared(name, function, shared);
+    if (allowed != TREEWY_OK) return allowed;
     void* arguments[] = {const_cast<Params*>(&params)};
     const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
     const cudaError_t status =

@@ -48,6 +48,10 @@ treewy_status check_sizes(const treewy_tree_verify_params& p) {
         return fail(TREEWY_UNSUPPORTED, "%s: max_nodes is %d, at most %d", kName, p.tree.max_nodes,
                     TREEWY_MAX_NODES);
     }
+    if (p.tree.batch > kMaxGridY) {
+        return fail(TREEWY_UNSUPPORTED, "%s: batch is %d, at most %d", kName, p.tree.batch,
+                    kMaxGridY);
+    }
     if (state.key_heads < 1 || state.value_heads < 1 || state.value_heads % state.key_heads != 0) {
         return fail(TREEWY_INVALID_ARGUMENT,
                     "%s: value_heads %d must be a multiple of key_heads %d", kName,
@@ -77,13 +81,13 @@ treewy_status check_strides(const treewy_tree_verify_params& p) {
                {p.u_stride, "u"}};
     for (const auto& one : all) {
         const int64_t node = one.stride[1], head = one.stride[2];
-        const bool fits =
-            node >= 0 && head >= 0 && node < INT32_MAX && head < INT32_MAX &&
-            node * p.tree.max_nodes + head * p.state.value_heads <= INT32_MAX - TREEWY_MAX_HEAD_DIM;
+        const bool fits = node >= 0 && head >= 0 && node < INT32_MAX && head < INT32_MAX &&
+                          node * (p.tree.max_nodes + kNodeBlock) + head * p.state.value_heads <=
+                              INT32_MAX - TREEWY_MAX_HEAD_DIM;
         if (fits || (p.u == nullptr && one.name[0] == 'u')) continue;
         return fail(TREEWY_UNSUPPORTED,
-                    "%s: strides of %s are %lld elements a node and %lld a head: the nodes of a "
-                    "row must lie within 2^31 elements",
+                    "%s: strides of %s are %lld elements a node and %lld a head: they must not be "
+                    "negative, and the nodes of a row must lie within 2^31 elements",
                     kName, one.name, static_cast<long long>(node), static_cast<long long>(head));
     }
     return TREEWY_OK;
@@ -207,7 +211,7 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
         return fail(
             TREEWY_UNSUPPORTED,
             "%s: max_nodes %d with key_dim %d takes %d bytes of shared memory a block, this GPU "
-            "has %d: lower max_nodes or use 16-bit types",
+            "has %d: lower max_nodes or the history's capacity, or use 16-bit types",
             kName, p.tree.max_nodes, p.state.key_dim, layout.total, device.shared_bytes);
     }
     switch (p.dtype) {

@@ -43,8 +43,9 @@
 // Why this version (docs/kernels.md has the steps and what each gave). Time went to waiting, not to
 // bytes: for loads that came one after the other (values and gates are asked for before anything
 // that they do not need), for one warp's serial work (helpers, halves of 8 nodes), and to moves
-// between registers (ldmatrix puts operands where the instruction wants them). At most 16 nodes
-// have a kernel of their own, whose layout the compiler knows. State through cp.async, not bulk
+// between registers (ldmatrix puts operands where the instruction wants them). At most 16 nodes of
+// aligned 16-bit inputs with K = 128 and no history have a kernel of their own, whose layout the
+// compiler knows. State through cp.async, not bulk
 // copies: its chunks are swapped against bank conflicts on the way.
 #pragma once
 
@@ -352,6 +353,7 @@ __device__ __forceinline__ void help(const VerifyArgs& args, const Shared& share
         for (int r = helper; r < group.count; r += Types::kHelpers) {
             const int pair = group.pairs_before(r) + group.history_blocks + group.first + r;
             invert<kTerms>(weights_at<kTerms>(shared, pair, 0), shared.dense + r * 128, lane);
+            __syncwarp();
             arrive_at<Types::kRowThreads + kWarp>(kInverseBarrier + r);
         }
         __syncthreads();  // the group is done with
@@ -423,9 +425,11 @@ __device__ __forceinline__ void work_rows(const VerifyArgs& args, const Shared& 
             sync_at<Types::kRowThreads>(kRowsBarrier);
         }
         measure_norms<Types>(shared, group, group.first == 0, blocks, at.warp, at.lane);
-        // What need not wait for the helper.
+        // What need not wait for the helpers. Where the weights take the queries' place, nobody may
+        // make one before everybody is done with the queries: products now, weights later.
+        const bool shares = Types::kOneBlock || args.layout.weights == args.layout.queries;
         float dot[1][4];
-        if (Types::kOneBlock) dot_one_block<Types>(shared, at.warp, at.lane, dot);
+        if (shares) dot_one_block<Types>(shared, at.warp, at.lane, dot);
         Tile<Types::kTiles> total[2];
         if (group.first == 0) {
             wait_copies<0>();
@@ -433,7 +437,7 @@ __device__ __forceinline__ void work_rows(const VerifyArgs& args, const Shared& 
             multiply_state<Types>(shared, work, 0, 0, at, total);
         }
         __syncthreads();
-        if (Types::kOneBlock) {
+        if (shares) {
             weigh_one_block<Types>(shared, at.warp, at.lane, dot);
         } else {
             couple_group<Types>(shared, group, work.history, at.warp, at.lane);

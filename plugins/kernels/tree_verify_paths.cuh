@@ -224,6 +224,7 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
         const uint32_t related = related_blocks(paths[i].mask);
         if (node < nodes && node % kNodeBlock == 0) shared.related[node / kNodeBlock] = related;
     }
+    __syncwarp();
 }
 
 // The factors of node block d, once its norms are known.

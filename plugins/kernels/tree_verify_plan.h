@@ -26,7 +26,7 @@ struct VerifyShape {
 
 struct VerifyTile {
     int rows;            // of V that a block owns
-    int warps;           // of the block, without its helper
+    int warps;           // of the block, without its helpers
     int tiles_per_warp;  // of 16 rows
 };
 
@@ -108,7 +108,7 @@ inline constexpr VerifyLayout verify_layout(const VerifyShape& shape, int rows, 
     const int pairs = group_pairs(at.group, at.node_blocks, at.history_blocks);
     const int weights = pairs * 2 * shape.weight_terms * 512;
     if (at.node_blocks == 1 && at.history_blocks == 0 && weights <= at.values - at.queries) {
-        at.weights = at.queries;  // which are done with by then
+        at.weights = at.queries;  // see work_rows
     } else {
         at.weights = place(weights);
     }
@@ -135,6 +135,7 @@ inline VerifyLayout best_layout(const VerifyShape& shape, int rows, int shared_b
     constexpr int kOwn = 1024;
     VerifyLayout best = verify_layout(shape, rows, 1);
     const int blocks = (shared_bytes + kOwn) / (best.total + kOwn);
+    if (blocks < 1) return best;  // it does not fit at all
     for (int group = 2; group <= kMaxGroup && group <= best.node_blocks; ++group) {
         const VerifyLayout layout = verify_layout(shape, rows, group);
         if ((shared_bytes + kOwn) / (layout.total + kOwn) >= blocks) best = layout;

@@ -90,6 +90,7 @@ struct Machine {
     int current = 0;
     int threads = 0;
     unsigned block = 0;
+    int late = 0;  // the warp of the block that goes on only when nothing else can
     unsigned blocks_x = 1;
     uint64_t exchange[2][kMaxThreads];
     uint32_t operands[2][kMaxThreads][6];
@@ -148,8 +149,14 @@ inline void resume(int thread) {
     setcontext(&fiber.context);
 }
 
+inline void let_go(int first, int stop) {
+    for (int t = first; t < stop; ++t) machine.fibers[t]->wait = Wait::kNone;
+}
+
 // Lets go on: every warp whose 32 lanes all wait for one exchange, the block if all of its living
-// threads are at a barrier, those at a named barrier that all have come to.
+// threads are at a barrier, those at a named barrier that all have come to. One warp, another in
+// every block, waits until nothing else can go on, so that others get as far ahead of it as they
+// can.
 inline bool release() {
     bool any = false, all_at_barrier = true, some_at_barrier = false;
     for (int id = 1; id < kBarriers; ++id) {
@@ -163,6 +170,7 @@ inline bool release() {
         barrier = {};
         any = true;
     }
+    bool late_is_ready = false;
     for (int first = 0; first < machine.threads; first += 32) {
         const int stop = std::min(first + 32, machine.threads);
         bool warp_ready = true, warp_waits = false;
@@ -174,8 +182,12 @@ inline bool release() {
             all_at_barrier &= wait == Wait::kBlock || wait == Wait::kDone;
         }
         if (!warp_waits || !warp_ready) continue;
+        if (first / 32 == machine.late) {
+            late_is_ready = true;
+            continue;
+        }
         any = true;
-        for (int t = first; t < stop; ++t) machine.fibers[t]->wait = Wait::kNone;
+        let_go(first, stop);
     }
     if (some_at_barrier && all_at_barrier) {
         any = true;
@@ -183,11 +195,17 @@ inline bool release() {
             if (machine.fibers[t]->wait == Wait::kBlock) machine.fibers[t]->wait = Wait::kNone;
         }
     }
+    if (late_is_ready && !any) {
+        any = true;
+        let_go(32 * machine.late, std::min(32 * machine.late + 32, machine.threads));
+    }
     return any;
 }
 
 inline void run_block(unsigned block) {
     machine.block = block;
+    machine.late =
+        static_cast<int>(next_random() % static_cast<unsigned>((machine.threads + 31) / 32));
     std::vector<int> order(machine.threads);
     std::iota(order.begin(), order.end(), 0);
     for (int t : order) {
