@@ -8,7 +8,7 @@ blocks and provisional rows are those of the torch executor, so everything above
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,9 +23,8 @@ from trtllm_treewy.topology import valid_nodes
 from .acceptance import Acceptance
 from .commit_policy import PSEUDO_VALUES
 from .executor import ExecutorLimits, StepOutput
-from .executor_torch import make_kv_cache, make_state_manager
 from .kv_cache import KvCache
-from .prefix_cache import CachedPrefix, Pages
+from .sequence_pools import SequencePools
 
 
 class Network(Protocol):
@@ -56,7 +55,7 @@ class _Pending:
     stash: dict[str, Tensor]
 
 
-class NetworkExecutor:
+class NetworkExecutor(SequencePools):
     """The `Executor` over exported networks. It owns the pools, and the networks the weights.
 
     Args:
@@ -82,67 +81,31 @@ class NetworkExecutor:
         missing = [name for name in networks(config) if name not in parts]
         if missing:
             raise ValueError(f"the engine lacks the networks {', '.join(missing)}")
-        self.config, self.limits, self.device = config, limits, device
-        self._parts = dict(parts)
         # The pools alone are wanted: what a commit needs comes out of the networks, so the
         # manager's own stash is made as small as it can be.
-        self.state = make_state_manager(
+        super().__init__(
             config,
-            replace(limits, max_nodes=1),
+            limits,
             device=device,
             activation_dtype=types.activation,
             state_dtype=types.state,
+            kv_dtype=types.kv,
             commit="reconstruct",
             history=None,
             stash=PSEUDO_VALUES,
             stash_dtype=None,
+            max_nodes=1,
         )
-        self.kv_cache = make_kv_cache(config, limits, device=device, dtype=types.kv)
+        self.config = config
+        self._parts = dict(parts)
         self._rows = _CacheRows(self.kv_cache)
         self._pending: _Pending | None = None
-        self._checkpoint_hidden = torch.zeros(
-            limits.num_checkpoints, config.hidden_size, dtype=types.activation, device=device
-        )
-        self._used: set[int] = set()
-
-    # ---- slots
-
-    @property
-    def pages(self) -> Pages:
-        return self.kv_cache
-
-    def try_allocate(self, slot: int, num_tokens: int, prefix: CachedPrefix | None = None) -> bool:
-        rows = num_tokens + self.limits.scratch_rows
-        blocks = prefix.blocks if prefix is not None else ()
-        if not self.kv_cache.try_share(slot, blocks, rows):
-            return False
-        self.state.allocate(slot)
-        if prefix is not None:
-            self.state.restore(slot, prefix.checkpoint)
-        self._used.add(slot)
-        return True
-
-    def try_extend(self, slot: int, num_tokens: int) -> bool:
-        return self.kv_cache.try_reserve(slot, num_tokens + self.limits.scratch_rows)
-
-    @torch.inference_mode()
-    def save_checkpoint(self, slot: int, checkpoint: int, hidden: Tensor) -> None:
-        self.state.save(slot, checkpoint)
-        self._checkpoint_hidden[checkpoint] = hidden
-
-    def checkpoint_hidden(self, checkpoint: int) -> Tensor:
-        return self._checkpoint_hidden[checkpoint]
-
-    def free(self, slot: int) -> None:
-        self.kv_cache.free(slot)
-        self.state.free(slot)
-        self._used.discard(slot)
 
     # ---- the model
 
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch) -> StepOutput:
-        self._check_slots(batch.slot)
+        self.state.check_allocated(batch.slot.tolist())
         packed = _Packed.of(batch)
         out = self._parts[PREFILL].run(
             {
@@ -300,14 +263,6 @@ class NetworkExecutor:
 
     # ---- checks
 
-    def _check_slots(self, slot: Tensor) -> None:
-        real = [row for row in slot.tolist() if row != -1]
-        for row in real:
-            if row not in self._used:
-                raise ValueError(f"slot {row} is not allocated; allocate it first")
-        if len(set(real)) != len(real):
-            raise ValueError(f"a slot may occur once in a batch, got {real}")
-
     def _check_tree(self, tree: TreeBatch) -> None:
         batch, nodes = tree.parents.shape
         limits = self.limits
@@ -317,7 +272,7 @@ class NetworkExecutor:
                 f"{limits.max_batch_size} or max_nodes {limits.max_nodes}; prune or split it"
             )
         if tree.slot.device.type == "cpu":  # reading it would wait for a GPU
-            self._check_slots(tree.slot)
+            self.state.check_allocated(tree.slot.tolist())
 
 
 class _CacheRows:

@@ -159,7 +159,7 @@ class StateManager:
             ValueError: for a slot that is not allocated or whose tree is pending.
         """
         slots = batch.slot.tolist()
-        self._check_used(slots)
+        self.check_allocated(slots)
         self._check_not_pending(slots, "prefill")
         self.policy.materialize(batch.slot)
         return PrefillGdnStep(self, batch)
@@ -175,7 +175,7 @@ class StateManager:
             raise ValueError("a verified tree is pending; commit or discard it before the next")
         self._check_fits(tree)
         if tree.slot.device.type == "cpu":
-            self._check_used(tree.slot.tolist())
+            self.check_allocated(tree.slot.tolist())
         self.policy.check(tree)
         self._pending = TreeGdnStep(self, tree)
         return self._pending
@@ -237,7 +237,7 @@ class StateManager:
             ValueError: as for `save`.
         """
         self._check_checkpoint(checkpoint)
-        self._check_used([slot])
+        self.check_allocated([slot])
         self._check_not_pending([slot], "restore")
         self.policy.clear(slot)
         for pool, kept in zip((self.state, self.conv_state), self._checkpoints, strict=True):
@@ -245,7 +245,7 @@ class StateManager:
 
     def materialize(self, slot: int) -> None:
         """Brings `state[:, slot]` up to date (deferred commit: fold the history in)."""
-        self._check_used([slot])
+        self.check_allocated([slot])
         self.policy.materialize(torch.tensor([slot], dtype=torch.int32, device=self.shape.device))
 
     def _check_range(self, slot: int) -> None:
@@ -256,8 +256,12 @@ class StateManager:
         if not 0 <= checkpoint < self.num_checkpoints:
             raise ValueError(f"checkpoint must be in [0, {self.num_checkpoints}), got {checkpoint}")
 
-    def _check_used(self, slots: list[int]) -> None:
-        """Every slot but -1 must be allocated, and occur once."""
+    def check_allocated(self, slots: list[int]) -> None:
+        """Every slot but -1 must be allocated, and occur once.
+
+        Raises:
+            ValueError: one is not, or occurs twice.
+        """
         real = [slot for slot in slots if slot != -1]
         for slot in real:
             self._check_range(slot)

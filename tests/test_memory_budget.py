@@ -13,8 +13,8 @@ from trtllm_treewy.llmapi import STATE_COMMITS, KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.memory_plan import plan
 from trtllm_treewy.runtime import build
 from trtllm_treewy.runtime.executor import ExecutorLimits
-from trtllm_treewy.runtime.executor_torch import make_kv_cache, make_state_manager
 from trtllm_treewy.runtime.memory_budget import CHECKPOINTS_PER_SLOT, Demand, divide
+from trtllm_treewy.runtime.sequence_pools import make_kv_cache, make_state_manager
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
