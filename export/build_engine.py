@@ -25,6 +25,7 @@ from trtllm_treewy.engine_config import (
     CONFIG_NAME,
     KEY,
     ONNX,
+    STANDARD,
     TENSORRT,
     EngineConfig,
     EngineFile,
@@ -61,12 +62,14 @@ class BuildOptions:
     Attributes:
         dtype: of weights and activations; "auto" is the checkpoint's.
         state_dtype, stash_dtype: "float32" or "bfloat16".
+        attention: "standard" operators, or "onnx", the Attention operator of opset 24.
         limits: the largest sizes.
     """
 
     dtype: str = "auto"
     state_dtype: str = "float32"
     stash_dtype: str = "float32"
+    attention: str = STANDARD
     limits: BuildLimits = field(default_factory=BuildLimits)
 
 
@@ -234,7 +237,7 @@ def _inputs(checkpoint: Path, options: BuildOptions, builder: NetworkBuilder | N
             files[path.name] = status.st_size, status.st_mtime_ns
         elif path.suffix == ".json":
             files[path.name] = path.stat().st_size, digest(path)
-    made_by = (ONNX, None) if builder is None else (builder.version, builder.gpu)
+    made_by = [ONNX] if builder is None else [builder.version, builder.gpu, builder.plugins]
     sources = {path.name: digest(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
     return digest_of([files, asdict(options), made_by, VERSION, sources])
 
@@ -317,8 +320,9 @@ def _build(
         progress=None if progress is None else lambda *at: progress("export", *at),
     )
     seconds["export"] = round(time.perf_counter() - started, 2)
+    scratch: dict[str, int] = {}
     if builder is not None:
-        _build_networks(plan, options, builder, folder, seconds, progress)
+        scratch = _build_networks(plan, options, builder, folder, seconds, progress)
         for path in onnx_files:
             path.unlink()
     for name in _TEXT_FILES:
@@ -340,10 +344,14 @@ def _build(
         max_nodes=limits.max_nodes,
         max_num_tokens=limits.max_num_tokens,
         plugin_version=VERSION,
+        plugins=builder is not None and builder.plugins,
+        attention=options.attention,
         builder="onnx" if builder is None else builder.version,
         gpu=None if builder is None else builder.gpu,
+        model=digest_of(read_json(plan.checkpoint / CONFIG_NAME)),
         inputs=_inputs(plan.checkpoint, options, builder),
         files=files,
+        scratch=scratch,
         seconds=seconds,
     )
 
@@ -355,7 +363,9 @@ def _build_networks(
     folder: Path,
     seconds: dict[str, float],
     progress: Progress | None,
-) -> None:
+) -> dict[str, int]:
+    """Builds every network; adds to `seconds`, returns the scratch that each takes."""
+    scratch: dict[str, int] = {}
     config = ModelConfig.from_pretrained(plan.checkpoint)
     cache = folder / TIMING_CACHE
     if (plan.output / TIMING_CACHE).is_file():
@@ -364,8 +374,9 @@ def _build_networks(
         started = time.perf_counter()
         profile = make_profile(network, config, options.limits)
         source, target = folder / f"{network}.onnx", folder / f"{network}.engine"
-        builder.build(source, target, [profile], cache, progress)
+        scratch[network] = builder.build(source, target, [profile], cache, progress)
         seconds[network] = round(time.perf_counter() - started, 2)
+    return scratch
 
 
 def _write_config(checkpoint: Path, folder: Path, config: EngineConfig) -> None:

@@ -1,28 +1,36 @@
-"""The one module that builds with TensorRT: an ONNX file to a plan.
-
-Written against the documented Python API of TensorRT 10.14 to 11 (`pip install tensorrt`), which
-TensorRT-RTX (`tensorrt_rtx_bindings`) shares.
-"""
+"""The one module that builds with TensorRT: an ONNX file to a plan (see `tensorrt_package`)."""
 
 from __future__ import annotations
 
-import importlib
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from trtllm_treewy.tensorrt_package import (
+    import_tensorrt,
+    load_plugins,
+    make_logger,
+    name_of,
+    reasons,
+)
+
 from .profiles import Profile
 
-OLDEST, NEWEST = (10, 14), (12, 0)
 Stage = Callable[[str, int, int], None]
 
 
 class NetworkBuilder(Protocol):
-    """What turns an ONNX file into an engine; `version` and `gpu` go into the engine's config."""
+    """What turns an ONNX file into an engine; its attributes go into the engine's config.
+
+    Attributes:
+        version: program and version.
+        gpu: that the engines are for, by `engine_config.gpu_identity`; None for any.
+        plugins: whether GDN nodes become plugins, and not what their functions say.
+    """
 
     version: str
     gpu: str | None
+    plugins: bool
 
     def build(
         self,
@@ -31,8 +39,11 @@ class NetworkBuilder(Protocol):
         profiles: Sequence[Profile],
         timing_cache: Path,
         progress: Stage | None = None,
-    ) -> None:
+    ) -> int:
         """Writes `plan`, and what was timed to `timing_cache`, which is read if it is there.
+
+        Returns:
+            Bytes of scratch that the engine takes when it runs; 0 where that was not measured.
 
         Raises:
             ValueError: TensorRT refuses the network; the message has its reasons.
@@ -50,6 +61,7 @@ class TensorRTBuilder:
         configure: what else to set in an IBuilderConfig.
         gpu: name of the GPU that engines are for.
         workspace: bytes of scratch that tactics may take.
+        measure: load each engine once to see what scratch it takes; needs the GPU that it is for.
 
     Raises:
         ImportError: there is no such package.
@@ -64,18 +76,19 @@ class TensorRTBuilder:
         configure: Callable[[Any], None] | None = None,
         gpu: str | None = None,
         workspace: int | None = None,
+        measure: bool = True,
     ) -> None:
-        if trt is None:
-            trt = importlib.import_module("tensorrt")
-            _check_version(trt.__version__)
+        trt = import_tensorrt() if trt is None else trt
         self._trt, self._configure, self._workspace = trt, configure, workspace
-        self.version = f"{trt.__name__} {trt.__version__}"
+        self._measure = measure
+        self.version = name_of(trt)
         self.gpu = gpu
-        self._logger = _make_logger(trt)
+        self.plugins = plugins is not None
+        self._logger = make_logger(trt)
         if plugins is not None:
             if not plugins.is_file():
                 raise ValueError(f"plugins {str(plugins)!r} is not a file; run ./build.sh first")
-            trt.get_plugin_registry().load_library(str(plugins))
+            load_plugins(trt, plugins)
 
     def build(
         self,
@@ -84,7 +97,7 @@ class TensorRTBuilder:
         profiles: Sequence[Profile],
         timing_cache: Path,
         progress: Stage | None = None,
-    ) -> None:
+    ) -> int:
         """See `NetworkBuilder`."""
         trt, self._logger.errors[:] = self._trt, []
         builder = trt.Builder(self._logger)
@@ -93,17 +106,26 @@ class TensorRTBuilder:
         network = builder.create_network(0 if flag is None else 1 << int(flag))
         parser = trt.OnnxParser(network, self._logger)
         if not parser.parse_from_file(str(onnx_file)):
-            reasons = [str(parser.get_error(i)) for i in range(parser.num_errors)]
-            raise ValueError(f"{onnx_file.name}: TensorRT cannot parse it: {'; '.join(reasons)}")
+            said = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
+            raise ValueError(f"{onnx_file.name}: TensorRT cannot parse it: {said}")
         config = self._make_config(builder, profiles, timing_cache, progress)
         engine = builder.build_serialized_network(network, config)
         if engine is None:
-            reasons = self._logger.errors or ["no reason given"]
-            raise ValueError(f"{onnx_file.name}: TensorRT cannot build it: {'; '.join(reasons)}")
+            said = reasons(self._logger)
+            raise ValueError(f"{onnx_file.name}: TensorRT cannot build it: {said}")
         plan.write_bytes(memoryview(engine))
         cache = config.get_timing_cache()
         if cache is not None:
             timing_cache.write_bytes(memoryview(cache.serialize()))
+        return self._scratch(onnx_file.name, engine) if self._measure else 0
+
+    def _scratch(self, name: str, plan: Any) -> int:
+        runtime = self._trt.Runtime(self._logger)
+        engine = runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            said = reasons(self._logger)
+            raise ValueError(f"{name}: TensorRT cannot load what it has built: {said}")
+        return int(engine.device_memory_size_v2)
 
     def _make_config(
         self, builder: Any, profiles: Sequence[Profile], timing_cache: Path, progress: Stage | None
@@ -126,27 +148,6 @@ class TensorRTBuilder:
         if self._configure is not None:
             self._configure(config)
         return config
-
-
-def _check_version(version: str) -> None:
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if not OLDEST <= numbers < NEWEST:
-        raise ValueError(f"tensorrt must be 10.14 or later and below 12, got {version}")
-
-
-def _make_logger(trt: Any) -> Any:
-    class Logger(trt.ILogger):  # type: ignore[misc]
-        """Keeps errors, for the exception."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.ERROR:
-                self.errors.append(message)
-
-    return Logger()
 
 
 def _make_monitor(trt: Any, progress: Stage) -> Any:

@@ -21,6 +21,14 @@ def batch_steps(largest: int) -> tuple[int, ...]:
     return (1, 2, 4, *range(8, largest, 8))
 
 
+def context_bucket(rows: int, largest: int) -> int:
+    """The next power of two, or three quarters of it, from 64 on, that holds so many rows."""
+    size = 64
+    while size < rows:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(size, largest)
+
+
 class Buckets:
     """Padded shapes for at most `max_batch` rows and `max_nodes` nodes a row.
 

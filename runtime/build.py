@@ -20,9 +20,9 @@ from .buckets import Buckets
 from .commit_policy import choose_stash
 from .drafter import Drafter, NullDrafter
 from .engine import Engine
-from .executor import Executor, ExecutorLimits
+from .executor import Executor, ExecutorLimits, ExecutorSource
 from .executor_torch import TorchExecutor
-from .memory_budget import Demand, MemoryBudget, divide
+from .memory_budget import MAX_AUTO_BATCH, Demand, MemoryBudget, divide
 from .prefix_cache import PrefixCache
 from .sampling import AcceptanceRule, SamplingDynamicDrafter, SamplingStaticDrafter
 from .tree_policy import AutoTrees, FullTrees, TreePolicy
@@ -54,7 +54,7 @@ def build_engine(
     max_batch_size: int | None,
     max_seq_len: int,
     max_num_tokens: int,
-    make_executor: Callable[[ExecutorLimits], Executor] | None = None,
+    source: ExecutorSource | None = None,
 ) -> tuple[Engine, dict[str, int]]:
     """An engine, and its memory in bytes by name (see `LLM.memory_report`).
 
@@ -64,7 +64,7 @@ def build_engine(
         speculation, cache: validated settings.
         dtype, device: activation type and place of the model that `load` gives.
         max_batch_size, max_seq_len, max_num_tokens: see `LLM`.
-        make_executor: makes the executor in place of the torch one, which loads nothing then.
+        source: of the executor in place of the torch one, which loads nothing then.
 
     Raises:
         ValueError: a limit that makes no sense, or speculation that the model cannot do.
@@ -75,7 +75,7 @@ def build_engine(
     stash = _stash_options(speculation, cache)
     sizes = plan_sequence(config, speculation, cache, dtype, max_seq_len, stash["stash"])
     budget = plan_memory(
-        config, sizes, speculation, cache, dtype, device, max_batch_size, max_num_tokens
+        config, sizes, speculation, cache, dtype, device, max_batch_size, max_num_tokens, source
     )
     limits = ExecutorLimits(
         max_batch_size=budget.num_slots,
@@ -87,8 +87,8 @@ def build_engine(
         num_checkpoints=budget.num_checkpoints,
     )
     executor: Executor
-    if make_executor is not None:
-        executor = make_executor(limits)
+    if source is not None:
+        executor = source.make(limits)
     else:
         executor = TorchExecutor(
             load(),
@@ -222,21 +222,37 @@ def plan_memory(
     device: torch.device,
     max_batch_size: int | None,
     max_num_tokens: int,
+    source: ExecutorSource | None = None,
 ) -> MemoryBudget:
     """The memory that may be used, divided; nothing is allocated.
+
+    With `source` weights and steps are what it says, and not the torch executor's.
 
     Raises:
         MemoryError: it is too little; the message says what to lower, and by how much.
     """
     steps = _step_bytes(config, dtype, max_num_tokens) if device.type == "cuda" else 0
     logits = 4 * speculation.max_nodes * config.vocab_size if device.type == "cuda" else 0
+    weights, most = weight_bytes(config, dtype), MAX_AUTO_BATCH
+    if source is not None:
+        most = min(most, source.max_batch_size)
+        largest = ExecutorLimits(
+            max_batch_size=max_batch_size or most,
+            max_seq_len=sizes.context_length,
+            max_nodes=speculation.max_nodes,
+            scratch_rows=sizes.scratch_rows,
+            num_blocks=0,
+            tokens_per_block=cache.tokens_per_block,
+        )
+        weights, steps, logits = source.weights(largest), source.steps(largest), 0
     demand = Demand(
         plan=sizes,
         policy=speculation.state_commit,
-        weights=weight_bytes(config, dtype),
+        weights=weights,
         graphs=steps,
         graphs_per_row=logits,
         max_batch_size=max_batch_size,
+        max_auto_batch=most,
         kv_tokens=cache.max_tokens,
         prefix_cache=cache.enable_block_reuse,
         checkpoints=cache.max_checkpoints,

@@ -6,6 +6,7 @@ runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +48,22 @@ class ExecutorLimits:
     num_blocks: int
     tokens_per_block: int
     num_checkpoints: int = 0
+
+
+@dataclass(frozen=True)
+class ExecutorSource:
+    """An executor that is yet to be made, and what it takes beside the pools.
+
+    Attributes:
+        make: makes it, once its limits are known.
+        weights, steps: bytes of its weights, and of all that its steps need, for given limits.
+        max_batch_size: the most sequences that it takes.
+    """
+
+    make: Callable[[ExecutorLimits], Executor]
+    weights: Callable[[ExecutorLimits], int]
+    steps: Callable[[ExecutorLimits], int]
+    max_batch_size: int
 
 
 class Executor(Protocol):

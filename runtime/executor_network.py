@@ -7,7 +7,7 @@ blocks and provisional rows are those of the torch executor, so everything above
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trtllm_treewy import ops as ops  # registers torch.ops.treewy
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
-from trtllm_treewy.binding_names import DRAFT, PREFILL, VERIFY, networks, stash_tensors
+from trtllm_treewy.binding_names import DRAFT, PREFILL, VERIFY, networks
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.topology import valid_nodes
 
@@ -30,12 +30,41 @@ from .sequence_pools import SequencePools
 class Network(Protocol):
     """One exported network, ready to run."""
 
-    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Runs it over its inputs by name (`binding_names`).
+    def bind(self, pools: Mapping[str, Tensor]) -> None:
+        """Takes the caches and states that it runs over, by input name, once.
 
-        Outputs that are in place have changed their inputs' memory and are not returned.
+        Raises:
+            ValueError: they are not what the network takes.
         """
         ...
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Runs it over its other inputs by name (`binding_names`).
+
+        Returns:
+            Outputs, those of all layers stacked [layers, ..] under `Binding.group`. They may live
+            in memory that the next run of any network of the engine writes again. What is in
+            place has changed its input's memory and is not returned.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DrafterCapacity:
+    """What a drafter's network takes in one run, rows times entries.
+
+    Attributes:
+        entries: of verified tokens; a row has at most so many as well.
+        nodes: of draft nodes.
+    """
+
+    entries: int
+    nodes: int
+
+
+def needed_networks(config: ModelConfig, limits: ExecutorLimits) -> tuple[str, ...]:
+    """The networks that an executor runs: without drafts (`max_nodes` 1) no drafter's."""
+    return tuple(name for name in networks(config) if name != DRAFT or limits.max_nodes > 1)
 
 
 @dataclass(frozen=True)
@@ -61,12 +90,13 @@ class NetworkExecutor(SequencePools):
     Args:
         config: the model's.
         limits: sizes of the pools.
-        parts: the networks by name: all of `binding_names.networks(config)`.
+        parts: the networks by name, all of `needed_networks`.
         types: of the pools.
         device: where pools and networks are.
+        capacity: of the drafter's network; None for any size.
 
     Raises:
-        ValueError: a network is missing.
+        ValueError: a network is missing, or pools do not fit.
     """
 
     def __init__(
@@ -77,8 +107,9 @@ class NetworkExecutor(SequencePools):
         *,
         types: PoolTypes,
         device: torch.device,
+        capacity: DrafterCapacity | None = None,
     ) -> None:
-        missing = [name for name in networks(config) if name not in parts]
+        missing = [name for name in needed_networks(config, limits) if name not in parts]
         if missing:
             raise ValueError(f"the engine lacks the networks {', '.join(missing)}")
         # The pools alone are wanted: what a commit needs comes out of the networks, so the
@@ -98,8 +129,15 @@ class NetworkExecutor(SequencePools):
         )
         self.config = config
         self._parts = dict(parts)
+        self._capacity = capacity
         self._rows = _CacheRows(self.kv_cache)
         self._pending: _Pending | None = None
+        layers = len(config.attention_layers)
+        for name, part in self._parts.items():
+            if name == DRAFT:
+                part.bind(self._caches(layers, config.mtp_num_hidden_layers))
+            else:
+                part.bind({**self._caches(0, layers), **self._states()})
 
     # ---- the model
 
@@ -116,13 +154,11 @@ class NetworkExecutor(SequencePools):
                 "kv_rows": self._rows.context(batch.slot, max(batch.context_lens_host)),
                 "query_index": packed.query_index,
                 "packed_index": packed.packed_index,
-                **self._caches(0, len(self.config.attention_layers)),
-                **self._states(),
             }
         )
         target = self._rows.at(batch.slot[packed.row][:, None], batch.positions[:, None])
         self._store(0, out, target.flatten())
-        return StepOutput(out["logits"], out["hidden"])
+        return StepOutput(out["logits"], out["hidden"].clone())
 
     @torch.inference_mode()
     def verify(self, tree: TreeBatch) -> StepOutput:
@@ -137,16 +173,16 @@ class NetworkExecutor(SequencePools):
                 "slot": tree.slot,
                 "context_lens": tree.context_lens,
                 "kv_rows": self._rows.context(tree.slot, tree.max_context),
-                **self._caches(0, len(self.config.attention_layers)),
-                **self._states(),
             }
         )
         index = torch.arange(tree.parents.shape[1], device=self.device)
         real = valid_nodes(tree.parents, tree.num_nodes)
         rows = torch.where(real, tree.context_lens.long()[:, None] + index, -1)
         self._store(0, out, self._rows.at(tree.slot, rows).flatten())
-        self._pending = _Pending(tree, self._stash(out))
-        return StepOutput(out["logits"], out["hidden"])
+        stash = {name: value for name, value in out.items() if name in ("u", "k", "g", "conv_x")}
+        self._pending = _Pending(tree, stash)
+        # Callers keep hidden states, and enter some into the drafter before they read the others.
+        return StepOutput(out["logits"], out["hidden"].clone())
 
     @torch.inference_mode()
     def commit(self, tree: TreeBatch, acceptance: Acceptance) -> None:
@@ -167,30 +203,69 @@ class NetworkExecutor(SequencePools):
 
     @torch.inference_mode()
     def draft_extend(self, batch: PrefillBatch, hidden: Tensor) -> StepOutput:
-        packed = _Packed.of(batch)
-        query = packed.query_index.long()
-        place = torch.arange(query.shape[1], device=self.device)
-        lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).long()
+        most = None if self._capacity is None else self._capacity.entries
+        outputs: dict[int, tuple[Tensor, Tensor]] = {}
+        for group in _extensions(batch, most):
+            out = self._extend(batch, group, hidden)
+            outputs.update(zip(group.rows, zip(*out, strict=True), strict=True))
+        rows = [outputs[row] for row in range(len(batch.seq_lens_host))]
+        return StepOutput(*(torch.stack(parts) for parts in zip(*rows, strict=True)))
+
+    def _extend(
+        self, batch: PrefillBatch, group: _Extension, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Enters some tokens of some rows; logits and hidden after the last of each."""
+        device = self.device
+        rows = torch.tensor(group.rows, device=device)
+        slot, first = batch.slot[rows], torch.tensor(group.first, device=device)
+        lengths = torch.tensor(group.lengths, device=device)
+        place = torch.arange(max(group.lengths), device=device)
         real = place < lengths[:, None]
+        query = batch.cu_seqlens[rows].long()[:, None] + first[:, None] + place
+        query = query.clamp(max=max(batch.token_ids.shape[0] - 1, 0))
         own = (place[:, None] >= place) & real[:, None]
-        longest = max(batch.context_lens_host)
-        context = torch.arange(max(longest, 1), device=self.device) < batch.context_lens[:, None]
+        before = batch.context_lens.long()[rows] + first
+        pairs = zip(group.rows, group.first, strict=True)
+        longest = max(batch.context_lens_host[row] + skipped for row, skipped in pairs)
+        context = torch.arange(max(longest, 1), device=device) < before[:, None]
         seen = context[:, None].expand(-1, query.shape[1], -1)
-        positions = batch.context_lens.long()[:, None] + place
+        positions = before[:, None] + place
         out = self._draft(
             token_ids=batch.token_ids[query],
             positions=positions,
             hidden=hidden[query],
-            kv_rows=self._rows.context(batch.slot, longest),
+            kv_rows=self._rows.context(slot, longest),
             mask=torch.cat((seen, own), 2),
             logit_index=(lengths - 1)[:, None],
-            target=self._rows.at(batch.slot, torch.where(real, positions, -1)),
+            target=self._rows.at(slot, torch.where(real, positions, -1)),
         )
-        row = torch.arange(query.shape[0], device=self.device)
-        return StepOutput(out["logits"][:, 0], out["hidden"][row, lengths - 1])
+        row = torch.arange(query.shape[0], device=device)
+        return out["logits"][:, 0].clone(), out["hidden"][row, lengths - 1]
 
     @torch.inference_mode()
     def draft(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        slot: Tensor,
+        write_offsets: Tensor,
+        mask: Tensor,
+    ) -> StepOutput:
+        batch, width = token_ids.shape
+        most = batch if self._capacity is None else max(1, self._capacity.nodes // max(1, width))
+        tensors = (token_ids, hidden, positions, slot, write_offsets, mask)
+        if batch <= most:
+            return self._draft_level(*tensors)
+        parts = [
+            self._draft_level(*(x[start : start + most] for x in tensors))
+            for start in range(0, batch, most)
+        ]
+        return StepOutput(
+            torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts])
+        )
+
+    def _draft_level(
         self,
         token_ids: Tensor,
         hidden: Tensor,
@@ -218,13 +293,13 @@ class NetworkExecutor(SequencePools):
             logit_index=torch.arange(width, device=mask.device).expand(batch, -1),
             target=self._rows.at(slot, write_offsets),
         )
-        return StepOutput(out["logits"], out["hidden"])
+        return StepOutput(out["logits"].clone(), out["hidden"].clone())
 
     def _draft(self, *, hidden: Tensor, target: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
-        first, layers = len(self.config.attention_layers), self.config.mtp_num_hidden_layers
-        given = {**inputs, "hidden_in": hidden, **self._caches(first, layers)}
-        out = self._parts[DRAFT].run(given)
-        self._store(first, out, target.flatten())
+        if DRAFT not in self._parts:
+            raise ValueError("the drafter's network was not loaded: max_nodes is 1")
+        out = self._parts[DRAFT].run({**inputs, "hidden_in": hidden})
+        self._store(len(self.config.attention_layers), out, target.flatten())
         return out
 
     # ---- pools
@@ -246,20 +321,10 @@ class NetworkExecutor(SequencePools):
 
     def _store(self, first: int, out: Mapping[str, Tensor], rows: Tensor) -> None:
         """Puts the new rows of all layers into the cache, at physical `rows` [new rows]."""
-        layer = 0
-        while f"new_k.{layer}" in out:
-            for pool, name in ((self.kv_cache.k, "new_k"), (self.kv_cache.v, "new_v")):
-                new = out[f"{name}.{layer}"]
-                new = new.reshape(-1, *new.shape[-2:]).transpose(0, 1)
-                pool[first + layer].index_copy_(1, rows, new.to(pool.dtype))
-            layer += 1
-
-    def _stash(self, out: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        layers = range(len(self.config.linear_layers))
-        if not layers:
-            return {}
-        names = [name for name, _, _ in stash_tensors(self.config, "pseudo_values")]
-        return {name: torch.stack([out[f"{name}.{layer}"] for layer in layers]) for name in names}
+        for pool, name in ((self.kv_cache.k, "new_k"), (self.kv_cache.v, "new_v")):
+            if name in out:
+                new = out[name].flatten(1, -3).transpose(1, 2)
+                pool[first : first + new.shape[0]].index_copy_(2, rows, new.to(pool.dtype))
 
     # ---- checks
 
@@ -324,3 +389,47 @@ class _Packed:
         place = torch.arange(tokens) - start[row]
         query = (start[:, None] + torch.arange(longest)).clamp(max=max(tokens - 1, 0))
         return cls(row.to(device), query.to(device), (row * longest + place).to(device))
+
+
+@dataclass(frozen=True)
+class _Extension:
+    """Some consecutive tokens of some rows of a batch.
+
+    Attributes:
+        rows: of the batch.
+        first: in each row, the first of the tokens.
+        lengths: how many of each row.
+    """
+
+    rows: tuple[int, ...]
+    first: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def _extensions(batch: PrefillBatch, most: int | None) -> list[_Extension]:
+    """The batch in parts of at most `most` places, padding included; rows in order of length.
+
+    A longer row comes in several parts, in the order of its tokens.
+    """
+    lengths = batch.seq_lens_host
+    if most is None:
+        count = len(lengths)
+        return [_Extension(tuple(range(count)), (0,) * count, lengths)]
+    parts: list[_Extension] = []
+    group: list[int] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if lengths[row] > most:
+            parts += [
+                _Extension((row,), (first,), (min(most, lengths[row] - first),))
+                for first in range(0, lengths[row], most)
+            ]
+            continue
+        if group and (len(group) + 1) * lengths[row] > most:
+            parts.append(_whole(group, lengths))
+            group = []
+        group.append(row)
+    return [*parts, _whole(group, lengths)] if group else parts
+
+
+def _whole(rows: Sequence[int], lengths: Sequence[int]) -> _Extension:
+    return _Extension(tuple(rows), (0,) * len(rows), tuple(lengths[row] for row in rows))

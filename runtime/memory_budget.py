@@ -27,7 +27,7 @@ class Demand:
         weights: bytes of the model.
         graphs: bytes that steps need besides, whatever the batch.
         graphs_per_row: and for each sequence.
-        max_batch_size: sequences at once, None for as many as fit.
+        max_batch_size: sequences at once, None for as many as fit, at most `max_auto_batch`.
         kv_tokens: tokens of the KV cache, None for as many as fit and can be used.
         prefix_cache: whether there are checkpoints.
         checkpoints: how many, None for as many as memory allows, two for each slot at most.
@@ -39,6 +39,7 @@ class Demand:
     graphs: int = 0
     graphs_per_row: int = 0
     max_batch_size: int | None = None
+    max_auto_batch: int = MAX_AUTO_BATCH
     kv_tokens: int | None = None
     prefix_cache: bool = False
     checkpoints: int | None = None
@@ -111,7 +112,7 @@ def divide(demand: Demand, available: int | None, where: str) -> MemoryBudget:
 def _auto_batch(demand: Demand, available: int | None) -> int:
     """As many sequences of the longest length as fit, at least one."""
     if available is None:
-        return MAX_AUTO_BATCH
+        return demand.max_auto_batch
     plan = demand.plan
     each = plan.held(demand.policy) + demand.graphs_per_row
     fixed = demand.weights + demand.graphs + plan.kv_block
@@ -124,7 +125,7 @@ def _auto_batch(demand: Demand, available: int | None) -> int:
             each += CHECKPOINTS_PER_SLOT * plan.checkpoint
         else:
             fixed += demand.checkpoints * plan.checkpoint
-    return max(1, min(MAX_AUTO_BATCH, (available - fixed) // max(1, each)))
+    return max(1, min(demand.max_auto_batch, (available - fixed) // max(1, each)))
 
 
 def _budget(

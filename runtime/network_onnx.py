@@ -53,19 +53,29 @@ class OnnxNetwork:
         if given != [x.name for x in tensors.inputs]:
             raise ValueError(f"{path}: not the network of this model: its inputs differ")
         self._types = {x.name: _NUMPY_TYPES[x.type] for x in self._session.get_inputs()}
+        self._pools: dict[str, Tensor] = {}
+
+    def bind(self, pools: Mapping[str, Tensor]) -> None:
+        """See `executor_network.Network`."""
+        self._pools = dict(pools)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `executor_network.Network`."""
+        given = {**inputs, **self._pools}
         feed = {
-            name: inputs[name].to(dtype).contiguous().numpy() for name, dtype in self._types.items()
+            name: given[name].to(dtype).contiguous().numpy() for name, dtype in self._types.items()
         }
         names = [x.name for x in self._tensors.outputs]
         values = self._session.run(names, feed)
-        result = {}
+        groups: dict[str, list[Tensor]] = {}
         for x, value in zip(self._tensors.outputs, values, strict=True):
             tensor = torch.from_numpy(value)
             if x.in_place is None:
-                result[x.name] = tensor
+                groups.setdefault(x.group, []).append(tensor)
             else:
-                inputs[x.in_place].copy_(tensor)
-        return result
+                self._pools[x.in_place].copy_(tensor)
+        layered = {x.group for x in self._tensors.outputs if x.has_layer}
+        return {
+            name: torch.stack(parts) if name in layered else parts[0]
+            for name, parts in groups.items()
+        }

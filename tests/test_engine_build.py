@@ -32,19 +32,19 @@ from trtllm_treewy.export.build_engine import (
     plan_build,
 )
 from trtllm_treewy.export.profiles import BuildLimits, make_profile
-from trtllm_treewy.export.tensorrt_builder import _check_version
 from trtllm_treewy.runtime.engine_files import (
     check_engine,
     check_limits,
     open_engine,
 )
+from trtllm_treewy.tensorrt_package import check_version
 
 OPTIONS = BuildOptions(dtype="float32", limits=BuildLimits(max_seq_len=256, max_nodes=24))
 CPU = torch.device("cpu")
 
 
 class Recorder:
-    version, gpu = "recorder 1", "some GPU sm_90"
+    version, gpu, plugins = "recorder 1", "some GPU sm_90", True
 
     def __init__(self, fail_at=None):
         self.calls, self.fail_at = [], fail_at
@@ -58,6 +58,7 @@ class Recorder:
             raise KeyboardInterrupt
         plan.write_text(onnx_file.name)
         timing_cache.write_text(known + "t")
+        return 1000 + len(self.calls)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,8 @@ def test_a_tensorrt_engine(model, tmp_path):
         "generation_config.json",
     }  # fmt: skip
     assert engine.seconds.keys() == {"export", *networks(config)}
+    assert engine.scratch == {"prefill": 1001, "verify": 1002, "draft": 1003}
+    assert engine.plugins
     again = Recorder()
     assert build_engine_directory(model, out, OPTIONS, again, force=True)
     assert again.calls[0][2] == "ttt"
@@ -293,8 +296,6 @@ def test_engines_that_do_not_fit_are_refused(model, tmp_path):
         check_engine(replace(engine, plugin_version="7"), out, CPU)
     with pytest.raises(ValueError, match="has no bfloat16"):
         check_engine(replace(engine, activation_dtype="bfloat16"), out, CPU)
-    with pytest.raises(ValueError, match="is a tensorrt engine"):
-        check_engine(replace(engine, kind="tensorrt"), out, CPU)
     with pytest.raises(ValueError, match="max_nodes is 25, .* at most 24: lower it, or build with"):
         check_limits(engine, replace(LIMITS, max_nodes=25))
     with pytest.raises(ValueError, match="is not an engine"):
@@ -302,8 +303,8 @@ def test_engines_that_do_not_fit_are_refused(model, tmp_path):
     edited(out, surprise=1)
     with pytest.raises(ValueError, match="missing or unknown: surprise"):
         EngineConfig.read(out)
-    edited(out, format=2)
-    with pytest.raises(ValueError, match="has format 2, this version reads 1"):
+    edited(out, format=1)
+    with pytest.raises(ValueError, match="has format 1, this version reads 2"):
         EngineConfig.read(out)
     # One of another format is an engine all the same, and may be replaced.
     assert build_engine_directory(model, out, OPTIONS)
@@ -322,9 +323,9 @@ def test_engines_that_do_not_fit_are_refused(model, tmp_path):
 @pytest.mark.parametrize("version", ["10.13.3", "8.6.0", "12.0.1"])
 def test_other_versions_of_tensorrt_are_refused(version):
     with pytest.raises(ValueError, match=f"10.14 or later and below 12, got {version}"):
-        _check_version(version)
+        check_version(version)
     for known in ("10.14.1", "10.16.1.11", "11.4.0.106"):
-        _check_version(known)
+        check_version(known)
 
 
 def test_the_command(model, tmp_path, capsys):

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from lean_runtimes import RUNTIMES, lean_runtime, unavailable
 
 from trtllm_treewy.plugin_contract import LIBRARY, PLUGINS
 
-RUNTIMES = {"10": ("cu12", "10.16.1.11"), "11": ("cu13", "11.4.0.106")}
 HEADS = {"num_k_heads": 16, "num_v_heads": 32, "head_k_dim": 128, "head_v_dim": 128}
 GOOD = [
     ("TreeWyVerify", HEADS),
@@ -47,12 +47,6 @@ BAD = [
 ]
 
 
-def unavailable(reason):
-    if os.environ.get("TREEWY_REQUIRE_TENSORRT") == "1":
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
 @pytest.fixture(scope="module")
 def library(repository):
     path = repository / "build" / LIBRARY
@@ -65,24 +59,7 @@ def library(repository):
 
 @pytest.fixture(scope="module", params=RUNTIMES)
 def lean(request, repository):
-    """Folder with a lean runtime, downloaded once."""
-    cuda, version = RUNTIMES[request.param]
-    if not sys.platform.startswith("linux") or os.uname().machine != "x86_64":
-        unavailable("the lean runtimes are for Linux on x86-64")
-    python = f"{sys.version_info[0]}{sys.version_info[1]}"
-    folder = repository / ".cache" / "tensorrt-lean" / f"{version}-cp{python}"
-    if not folder.is_dir():
-        part = folder.with_name(f"{folder.name}.{os.getpid()}")
-        names = [f"tensorrt-lean-{cuda}-{half}=={version}" for half in ("bindings", "libs")]
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        run = subprocess.run(
-            [*command, "--target", str(part), *names], capture_output=True, text=True
-        )
-        if run.returncode != 0:
-            shutil.rmtree(part, ignore_errors=True)
-            unavailable(f"{' and '.join(names)} could not be had: {run.stderr[-300:]}")
-        part.rename(folder)
-    return folder
+    return lean_runtime(request.param, repository)
 
 
 def run_registry(library, lean, way, cases=(), **environment):

@@ -36,6 +36,21 @@ class Binding:
     kind: str
     in_place: str | None = None
 
+    @property
+    def group(self) -> str:
+        """The name without the layer: tensors of all layers that belong together."""
+        return self.name.partition(".")[0]
+
+    @property
+    def has_layer(self) -> bool:
+        """Whether there is one for each layer."""
+        return "." in self.name
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether it lasts from step to step: a cache, or the states of all slots."""
+        return "rows" in self.shape or "slots" in self.shape
+
 
 @dataclass(frozen=True)
 class Bindings:

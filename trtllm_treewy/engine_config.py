@@ -10,15 +10,25 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config import read_json
 
+if TYPE_CHECKING:
+    import torch
+
 KEY = "treewy_engine"
 CONFIG_NAME = "config.json"
-FORMAT = 1
+FORMAT = 2
 ONNX, TENSORRT = "onnx", "tensorrt"
 KINDS = (ONNX, TENSORRT)
+# How attention is exported.
+STANDARD, ATTENTION_OP = "standard", "onnx"
+ATTENTIONS = (STANDARD, ATTENTION_OP)
+
+
+class EngineMismatchError(ValueError):
+    """An engine cannot run here, or not as asked; the message says what does not fit."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +48,14 @@ class EngineConfig:
         activation_dtype, state_dtype, stash_dtype, kv_dtype: torch's names.
         max_batch_size, max_seq_len, max_nodes, max_num_tokens: the largest that the networks take.
         plugin_version: of the plugins that the nodes ask for.
+        plugins: whether the plugins are in the engines, which then need their library.
+        attention: `standard` operators, or the `onnx` Attention operator.
         builder: program and version that made the engines.
-        gpu: the GPU that they were made on or for; None for any.
+        gpu: the GPU that they were made on or for, by `gpu_identity`; None for any.
+        model: digest of the checkpoint's own part of config.json.
         inputs: digest of all that the build depends on.
         files: of the directory, by name.
+        scratch: bytes that each network takes when it runs; 0 where not measured.
         seconds: what the stages of the build took.
         format: of this object.
     """
@@ -56,10 +70,14 @@ class EngineConfig:
     max_nodes: int
     max_num_tokens: int
     plugin_version: str
+    plugins: bool
+    attention: str
     builder: str
     gpu: str | None
+    model: str
     inputs: str
     files: Mapping[str, EngineFile] = field(default_factory=dict)
+    scratch: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -77,30 +95,39 @@ class EngineConfig:
         path = Path(directory) / CONFIG_NAME
         if not path.is_file():
             return None
-        raw = read_json(path).get(KEY)
+        whole = read_json(path)
+        raw = whole.pop(KEY, None)
         if raw is None:
             return None
-        return cls.from_dict(raw, str(path))
+        engine = cls.from_dict(raw, str(path))
+        if engine.model != digest_of(whole):
+            raise EngineMismatchError(
+                f"{path} describes another model than the one that was built: it was changed after "
+                "the build; build the engine again"
+            )
+        return engine
 
     @classmethod
     def from_dict(cls, raw: Any, source: str) -> EngineConfig:
-        """Raises ValueError for another format, and for keys that are missing or unknown."""
+        """Raises EngineMismatchError for another format, or keys that are missing or unknown."""
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             found = raw.get("format") if isinstance(raw, dict) else raw
-            raise ValueError(
+            raise EngineMismatchError(
                 f"{source}: {KEY} has format {found!r}, this version reads {FORMAT}: build it again"
             )
         known = {x.name for x in fields(cls)}
         if raw.keys() != known:
             odd = sorted(raw.keys() ^ known)
-            raise ValueError(f"{source}: {KEY}: missing or unknown: {', '.join(odd)}")
+            raise EngineMismatchError(f"{source}: {KEY}: missing or unknown: {', '.join(odd)}")
         if raw["kind"] not in KINDS:
-            raise ValueError(f"{source}: kind must be one of {', '.join(KINDS)}, got {raw['kind']}")
+            raise EngineMismatchError(
+                f"{source}: kind must be one of {', '.join(KINDS)}, got {raw['kind']}"
+            )
         files = {name: EngineFile(**file) for name, file in raw["files"].items()}
         return cls(**{**raw, "files": files})
 
     def check_files(self, directory: Path, *, contents: bool) -> None:
-        """Raises ValueError for files that are not there or not those that were built.
+        """Raises EngineMismatchError for files that are not there or not those that were built.
 
         Args:
             directory: the engine's.
@@ -109,14 +136,26 @@ class EngineConfig:
         for name, file in self.files.items():
             path = directory / name
             if not path.is_file():
-                raise ValueError(f"{directory}: {name} is missing: build the engine again")
+                raise EngineMismatchError(f"{directory}: {name} is missing: build the engine again")
             if path.stat().st_size != file.bytes:
-                raise ValueError(
+                raise EngineMismatchError(
                     f"{path} has {path.stat().st_size} bytes, expected {file.bytes}: build the "
                     "engine again"
                 )
             if contents and digest(path) != file.sha256:
-                raise ValueError(f"{path} is not the file that was built: its checksum differs")
+                raise EngineMismatchError(
+                    f"{path} is not the file that was built: its checksum differs"
+                )
+
+
+def gpu_identity(device: torch.device) -> str | None:
+    """Name and compute capability of a GPU, such as "NVIDIA H200 sm_90"; None for no GPU."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} sm_{major}{minor}"
 
 
 def digest(path: Path) -> str:

@@ -106,9 +106,9 @@ class LLM:
         if max_seq_len is None:
             longest = self.config.max_position_embeddings if built is None else built.max_seq_len
             max_seq_len = min(longest, DEFAULT_MAX_SEQ_LEN)
-        make_executor = None
+        source = None
         if built is not None:
-            make_executor = executor_maker(
+            source = executor_maker(
                 directory, built, self.speculation, cache_config, dtype, self.device
             )
             dtype = built.activation_dtype
@@ -125,7 +125,7 @@ class LLM:
             max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
             max_num_tokens=max_num_tokens,
-            make_executor=make_executor,
+            source=source,
         )
         self._lock = threading.RLock()
         self._handles: dict[int, _Handle] = {}

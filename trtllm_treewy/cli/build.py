@@ -68,6 +68,7 @@ def _builder(args: argparse.Namespace) -> NetworkBuilder | None:
         return None
     import torch
 
+    from ..engine_config import gpu_identity
     from ..export.tensorrt_builder import TensorRTBuilder
     from ..plugin_contract import LIBRARY
 
@@ -78,11 +79,8 @@ def _builder(args: argparse.Namespace) -> NetworkBuilder | None:
         )
     if args.plugins is None:
         raise ValueError(f"--plugins is needed: the path of {LIBRARY}, made by ./build.sh")
-    major, minor = torch.cuda.get_device_capability()
     try:
-        return TensorRTBuilder(
-            Path(args.plugins), gpu=f"{torch.cuda.get_device_name()} sm_{major}{minor}"
-        )
+        return TensorRTBuilder(Path(args.plugins), gpu=gpu_identity(torch.device("cuda")))
     except ImportError:
         raise ValueError(
             "--backend tensorrt needs the package tensorrt, 10.14 to 11: pip install tensorrt"
