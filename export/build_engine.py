@@ -22,6 +22,7 @@ import torch
 from trtllm_treewy.binding_names import networks
 from trtllm_treewy.config import ModelConfig, read_json
 from trtllm_treewy.engine_config import (
+    ATTENTIONS,
     CONFIG_NAME,
     KEY,
     ONNX,
@@ -62,8 +63,11 @@ class BuildOptions:
     Attributes:
         dtype: of weights and activations; "auto" is the checkpoint's.
         state_dtype, stash_dtype: "float32" or "bfloat16".
-        attention: "standard" operators, or "onnx", the Attention operator of opset 24.
+        attention: "standard" operators, or "onnx", the Attention operator of opset 23.
         limits: the largest sizes.
+
+    Raises:
+        ValueError: for another attention.
     """
 
     dtype: str = "auto"
@@ -71,6 +75,11 @@ class BuildOptions:
     stash_dtype: str = "float32"
     attention: str = STANDARD
     limits: BuildLimits = field(default_factory=BuildLimits)
+
+    def __post_init__(self) -> None:
+        if self.attention not in ATTENTIONS:
+            expected = ", ".join(ATTENTIONS)
+            raise ValueError(f"attention must be one of {expected}, got {self.attention!r}")
 
 
 @dataclass(frozen=True)
@@ -268,13 +277,10 @@ def _new_directory(output: Path) -> Iterator[Path]:
         folder.chmod(0o755)
         if output.exists():
             output.rename(old)
-        try:
-            folder.rename(output)
-        except BaseException:
-            if old.exists() and not output.exists():
-                old.rename(output)
-            raise
+        folder.rename(output)
     finally:
+        if old.exists() and not output.exists():
+            old.rename(output)  # an error or an interrupt between the two moves
         for path in (folder, old):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -317,6 +323,7 @@ def _build(
         dtype=plan.dtype,
         state_dtype=getattr(torch, options.state_dtype),
         stash_dtype=getattr(torch, options.stash_dtype),
+        attention=options.attention,
         progress=None if progress is None else lambda *at: progress("export", *at),
     )
     seconds["export"] = round(time.perf_counter() - started, 2)

@@ -29,13 +29,15 @@ from trtllm_treewy.binding_names import (
     networks,
 )
 from trtllm_treewy.config import ModelConfig
+from trtllm_treewy.engine_config import ATTENTIONS, STANDARD
 from trtllm_treewy.model import Qwen3_5ForCausalLM
 
 from .checkpoint import Progress, find_sources, read_tensors, resolve_dtype
 from .onnx_experts import replace_experts
 from .onnx_functions import DOMAIN
-from .onnx_nodes import IR_VERSION, OPSET, TYPES, Nodes
+from .onnx_nodes import ATTENTION_OPSET, IR_VERSIONS, OPSET, TYPES, Nodes
 from .onnx_steps import (
+    ATTENTION_STEPS,
     CachedAttention,
     PackedGdn,
     PluginNodes,
@@ -97,6 +99,7 @@ def export_onnx(
     state_dtype: torch.dtype = torch.float32,
     stash: str = PSEUDO_VALUES,
     stash_dtype: torch.dtype = torch.float32,
+    attention: str = STANDARD,
     progress: Progress | None = None,
 ) -> tuple[Path, ...]:
     """Writes the networks of a Hugging Face directory.
@@ -107,6 +110,7 @@ def export_onnx(
         dtype: of weights and activations, as for `checkpoint.load_model`.
         state_dtype, stash_dtype: float32, or bfloat16.
         stash: what commits will work from, "pseudo_values" or "inputs".
+        attention: "standard" operators, or "onnx", the Attention operator of opset 23.
         progress: called as `progress(done, total)` after each tensor.
 
     Returns:
@@ -121,7 +125,14 @@ def export_onnx(
     sources = find_sources(checkpoint, parameter_shapes(config))
     tensors = read_tensors(sources, types.activation)
     return write_networks(
-        config, tensors, Path(output), types, stash, total=len(sources), progress=progress
+        config,
+        tensors,
+        Path(output),
+        types,
+        stash,
+        attention=attention,
+        total=len(sources),
+        progress=progress,
     )
 
 
@@ -139,6 +150,7 @@ def write_networks(
     types: ExportTypes,
     stash: str = PSEUDO_VALUES,
     *,
+    attention: str = STANDARD,
     total: int = 0,
     progress: Progress | None = None,
 ) -> tuple[Path, ...]:
@@ -149,7 +161,7 @@ def write_networks(
         written.append(output / WEIGHTS)
         places = _write_weights(tensors, written[0], total, progress)
         for network in networks(config):
-            model = make_network(network, config, types, stash, places)
+            model = make_network(network, config, types, stash, places, attention)
             path = output / f"{network}.onnx"
             written.append(path)
             path.write_bytes(model.SerializeToString())
@@ -193,6 +205,7 @@ def make_network(
     types: ExportTypes,
     stash: str = PSEUDO_VALUES,
     places: Mapping[str, Place] | None = None,
+    attention: str = STANDARD,
 ) -> Any:
     """The ModelProto of one network.
 
@@ -201,19 +214,27 @@ def make_network(
         config, types, stash: of the model and of its export.
         places: where the weights lie in `weights.bin`; without them the model has none, which
             does for looking at it.
+        attention: "standard" or "onnx".
+
+    Raises:
+        ValueError: for another `attention`.
     """
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
+    opset = OPSET if attention == STANDARD else ATTENTION_OPSET
     tensors = bindings(network, config, stash)
-    f = Nodes()
+    f = Nodes(opset=opset)
     model = _traceable(config, f, types)
     plugins = PluginNodes(f, config.linear_conv_kernel_dim)
     given = {x.name: Value(f, x.name, x.shape, types.of(x.kind)) for x in tensors.inputs}
+    step = ATTENTION_STEPS[attention]
     if network == PREFILL:
-        _prefill(f, model, PackedGdn(plugins, config), given)
+        _prefill(f, model, PackedGdn(plugins, config), step, given)
     elif network == DRAFT:
-        _draft(f, model, given)
+        _draft(f, model, step, given)
     else:
         kind = str(types.stash).removeprefix("torch.")
-        _verify(f, model, TreeGdn(plugins, config, stash, kind), given)
+        _verify(f, model, TreeGdn(plugins, config, stash, kind), step, given)
     outputs = [x.name for x in tensors.outputs]
     nodes = _reachable(f.nodes, outputs)
     used = {name for node in nodes for name in node.input}
@@ -227,8 +248,8 @@ def make_network(
     return helper.make_model(
         graph,
         functions=list(plugins.functions.values()),
-        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)],
-        ir_version=IR_VERSION,
+        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)],
+        ir_version=IR_VERSIONS[opset],
         producer_name="trtllm-treewy",
     )
 
@@ -286,9 +307,12 @@ def _result(f: Nodes, value: Value, name: str) -> None:
 
 
 Given = Mapping[str, Value]
+AttentionStep = type[CachedAttention]
 
 
-def _verify(f: Nodes, model: Qwen3_5ForCausalLM, gdn: Any, given: Given) -> None:
+def _verify(
+    f: Nodes, model: Qwen3_5ForCausalLM, gdn: Any, step: AttentionStep, given: Given
+) -> None:
     nodes = tree(f, "parents", "num_nodes")
     counts = f.total(f.cast(nodes.ancestors, torch.int32), 2)
     depth = f.op("Sub", counts, f.i32(1))
@@ -298,7 +322,7 @@ def _verify(f: Nodes, model: Qwen3_5ForCausalLM, gdn: Any, given: Given) -> None
     old = _context(f, token_ids)
     mask = f.concat(old, nodes.ancestors, axis=2)
     attends = f.op("And", nodes.valid, f.unsqueeze(real, 1))
-    attention = CachedAttention(f, Rows(mask, attends, same_layout, same_layout))
+    attention = step(f, Rows(mask, attends, same_layout, same_layout))
     hidden = _run(model, token_ids, token_ids.like(positions), gdn, attention)
     _result(f, hidden, "hidden")
     _result(f, _logits(model, hidden), "logits")
@@ -322,7 +346,9 @@ def _context(f: Nodes, queries: Value) -> str:
     return f.op("Expand", within, shape)
 
 
-def _prefill(f: Nodes, model: Qwen3_5ForCausalLM, gdn: Any, given: Given) -> None:
+def _prefill(
+    f: Nodes, model: Qwen3_5ForCausalLM, gdn: Any, step: AttentionStep, given: Given
+) -> None:
     token_ids = given["token_ids"]
     where = segments(f, "cu_seqlens", "token_ids")
     positions = f.op("Add", f.gather("context_lens", where.row), where.place)
@@ -333,7 +359,7 @@ def _prefill(f: Nodes, model: Qwen3_5ForCausalLM, gdn: Any, given: Given) -> Non
     own = f.op("And", f.unsqueeze(causal, 0), f.unsqueeze(within, 1))
     mask = f.concat(_context(f, given["query_index"]), own, axis=2)
     attends = f.op("And", within, f.unsqueeze(real, 1))
-    attention = CachedAttention(f, Rows(mask, attends, **padded_layout(("B", "M"))))
+    attention = step(f, Rows(mask, attends, **padded_layout(("B", "M"))))
     hidden = _run(model, token_ids, token_ids.like(positions), gdn, attention)
     _result(f, hidden, "hidden")
     stop = f.slice("cu_seqlens", 1, 2**31 - 1, 0)
@@ -342,9 +368,9 @@ def _prefill(f: Nodes, model: Qwen3_5ForCausalLM, gdn: Any, given: Given) -> Non
     _result(f, _logits(model, ends), "logits")
 
 
-def _draft(f: Nodes, model: Qwen3_5ForCausalLM, given: Given) -> None:
+def _draft(f: Nodes, model: Qwen3_5ForCausalLM, step: AttentionStep, given: Given) -> None:
     rows = Rows("mask", _any(f, "mask"), same_layout, same_layout)
-    attention: Any = CachedAttention(f, rows)
+    attention: Any = step(f, rows)
     draft: Any = model.draft
     hidden = draft(given["token_ids"], given["hidden_in"], given["positions"], attention)
     _result(f, hidden, "hidden")

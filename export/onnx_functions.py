@@ -25,17 +25,19 @@ DOMAIN = "treewy"
 CHUNK = 64
 
 
-def function_for(plugin: PluginSpec, fields: Mapping[str, int | str], width: int = 0) -> Any:
+def function_for(
+    plugin: PluginSpec, fields: Mapping[str, int | str], width: int = 0, opset: int = OPSET
+) -> Any:
     """The FunctionProto of a plugin's nodes with these fields (`plugin.values`).
 
-    `width` is that of the conv, for the conv plugins.
+    `width` is that of the conv, for the conv plugins; `opset` the graph's.
 
     Raises:
         ValueError: the plugin, or `state_commit` deferred, has no meaning in standard operators
             here.
     """
     # TensorRT's parser mixes up values of a function and of the graph that have one name.
-    f = Nodes(f"{plugin.name}/")
+    f = Nodes(f"{plugin.name}/", opset)
     if fields.get("state_commit", "reconstruct") != "reconstruct":
         raise ValueError(
             f"{plugin.name}: the function for state_commit must be reconstruct, got "
@@ -58,7 +60,7 @@ def function_for(plugin: PluginSpec, fields: Mapping[str, int | str], width: int
         [spec.name for spec in inputs],
         [_result(spec.name, spec.in_place) for spec in outputs],
         f.nodes,
-        [helper.make_opsetid("", OPSET)],
+        [helper.make_opsetid("", opset)],
         ["plugin_namespace", "plugin_version", *fields],
         doc_string=plugin.meaning,
     )

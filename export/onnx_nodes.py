@@ -14,7 +14,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 OPSET = 17
-IR_VERSION = 8
+# The first that has Attention. TensorRT takes it from 10.14 on.
+ATTENTION_OPSET = 23
+IR_VERSIONS = {OPSET: 8, ATTENTION_OPSET: 11}
 TYPES = {
     torch.float32: TensorProto.FLOAT,
     torch.float16: TensorProto.FLOAT16,
@@ -30,7 +32,8 @@ LARGEST = float(np.finfo(np.float32).max)
 class Nodes:
     """A list of nodes that grows; every method adds nodes and returns the name of a result."""
 
-    def __init__(self, prefix: str = "") -> None:
+    def __init__(self, prefix: str = "", opset: int = OPSET) -> None:
+        self.opset = opset
         self.nodes: list[Any] = []
         self._prefix = prefix
         self._counts: dict[str, int] = {}
@@ -117,6 +120,12 @@ class Nodes:
     def total(self, x: str, axis: int, keep: bool = False) -> str:
         """The sum along one axis."""
         return self.op("ReduceSum", x, self.ints(axis), keepdims=int(keep))
+
+    def mean(self, x: str, axis: int, keep: bool = False) -> str:
+        """The mean along one axis, which opset 18 made an input."""
+        if self.opset < 18:
+            return self.op("ReduceMean", x, axes=[axis], keepdims=int(keep))
+        return self.op("ReduceMean", x, self.ints(axis), keepdims=int(keep))
 
     def where(self, condition: str, yes: str, no: str) -> str:
         return self.op("Where", condition, yes, no)

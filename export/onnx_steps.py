@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from trtllm_treewy.config import ModelConfig
+from trtllm_treewy.engine_config import ATTENTION_OP, STANDARD
 from trtllm_treewy.plugin_contract import (
     CONV,
     NAMESPACE,
@@ -44,7 +45,8 @@ class PluginNodes:
         """One node; `fields` as for `plugin.values`."""
         values = plugin.values(**fields)
         if plugin.name not in self.functions:
-            self.functions[plugin.name] = function_for(plugin, values, self._width)
+            function = function_for(plugin, values, self._width, self._f.opset)
+            self.functions[plugin.name] = function
         attributes = {"plugin_namespace": NAMESPACE, "plugin_version": VERSION, **values}
         self._f.outputs(plugin.name, inputs, outputs, domain=DOMAIN, **attributes)
 
@@ -159,7 +161,7 @@ class CachedAttention:
 
     def __init__(self, f: Nodes, rows: Rows) -> None:
         self._f, self._rows = f, rows
-        self._mask = f.unsqueeze(rows.mask, 1, 2)
+        self._mask = self._make_mask()
         self._seen = f.unsqueeze(f.cast(rows.mask, torch.float32), 1)
 
     def attend(self, layer: int, q: Value, k: Value, v: Value, scale: float) -> Value:
@@ -167,15 +169,9 @@ class CachedAttention:
         for value, name in ((k, f"new_k.{layer}"), (v, f"new_v.{layer}")):
             f.outputs("Identity", [value.name], [name])
         queries = self._rows.pad(q)
-        grouped = f.reshape((queries * scale).name, 0, 0, kv_heads, heads // kv_heads, dim)
-        grouped = f.transpose(grouped, 0, 2, 3, 1, 4)  # [B, kv_heads, groups, Q, D]
         keys = self._all_rows(k, f"k_cache.{layer}")
-        values, bad = self._finite_rows(self._all_rows(v, f"v_cache.{layer}"), q.dtype)
-        scores = f.op("MatMul", grouped, f.transpose(f.unsqueeze(keys, 2), 0, 1, 2, 4, 3))
-        hidden = f.f32(float(np.finfo(np.float32).min))
-        scores = f.where(self._mask, f.cast(scores, torch.float32), hidden)
-        weights = f.cast(f.op("Softmax", scores, axis=4), q.dtype)
-        out = f.op("MatMul", weights, f.unsqueeze(values, 2))
+        values = self._all_rows(v, f"v_cache.{layer}")
+        out, bad = self._mix(queries, keys, values, kv_heads, scale)
         # A query that sees a row that is not finite gives NaN, and no other does.
         faulty = f.op("Greater", f.op("MatMul", self._seen, bad), f.f32(0.5))
         out = f.where(f.unsqueeze(faulty, 2), self._number(np.nan, q.dtype), out)
@@ -184,6 +180,35 @@ class CachedAttention:
             out = f.where(attends, out, self._number(0.0, q.dtype))
         out = f.reshape(f.transpose(out, 0, 3, 1, 2, 4), 0, 0, heads, dim)
         return self._rows.unpad(queries.like(out))
+
+    def _mix(
+        self, queries: Value, keys: str, values: str, kv_heads: int, scale: float
+    ) -> tuple[str, str]:
+        """Softmax of the scores times the values.
+
+        Args:
+            queries: [B, Q, heads, D].
+            keys, values: [B, kv_heads, S + Q, D].
+            kv_heads: that many.
+            scale: factor of the scores.
+
+        Returns:
+            [B, kv_heads, heads / kv_heads, Q, D], and the rows that are not finite and were taken
+            for zero: float32 [B, kv_heads, S + Q, 1], 1 where so. Other rows that are not finite
+            reach the queries that see them by themselves.
+        """
+        f, (heads, dim) = self._f, fixed(queries.shape[-2:])
+        grouped = f.reshape((queries * scale).name, 0, 0, kv_heads, heads // kv_heads, dim)
+        grouped = f.transpose(grouped, 0, 2, 3, 1, 4)  # [B, kv_heads, groups, Q, D]
+        values, bad = self._finite_rows(values, queries.dtype)
+        scores = f.op("MatMul", grouped, f.transpose(f.unsqueeze(keys, 2), 0, 1, 2, 4, 3))
+        hidden = f.f32(float(np.finfo(np.float32).min))
+        scores = f.where(self._mask, f.cast(scores, torch.float32), hidden)
+        weights = f.cast(f.op("Softmax", scores, axis=4), queries.dtype)
+        return f.op("MatMul", weights, f.unsqueeze(values, 2)), bad
+
+    def _make_mask(self) -> str:
+        return self._f.unsqueeze(self._rows.mask, 1, 2)
 
     def _all_rows(self, new: Value, cache: str) -> str:
         """Rows of the context, then the new ones: [B, kv_heads, S + Q, D]."""
@@ -201,6 +226,41 @@ class CachedAttention:
 
     def _number(self, value: float, dtype: torch.dtype) -> str:
         return self._f.cast(self._f.f32(value), dtype)
+
+
+class AttentionOperator(CachedAttention):
+    """The same by the Attention operator of opset 23, which runtimes fuse.
+
+    It adds its mask to the scores, so no key that is not finite may come near it, and no query may
+    see nothing at all. The softmax has the precision that the runtime gives it: TensorRT's parser
+    refuses the attribute `softmax_precision`.
+    """
+
+    def _make_mask(self) -> str:
+        f, mask = self._f, self._rows.mask
+        if self._rows.attends is not None:  # the others see everything, and are zero afterwards
+            mask = f.op("Or", mask, f.unsqueeze(f.op("Not", self._rows.attends), 2))
+        return f.unsqueeze(mask, 1)
+
+    def _mix(
+        self, queries: Value, keys: str, values: str, kv_heads: int, scale: float
+    ) -> tuple[str, str]:
+        f, dtype, (heads, dim) = self._f, queries.dtype, fixed(queries.shape[-2:])
+        keys, bad_keys = self._finite_rows(keys, dtype)
+        values, bad_values = self._finite_rows(values, dtype)
+        out = f.op(
+            "Attention",
+            f.transpose(queries.name, 0, 2, 1, 3),
+            keys,
+            values,
+            self._mask,
+            scale=scale,
+        )
+        out = f.reshape(out, 0, kv_heads, heads // kv_heads, -1, dim)
+        return out, f.op("Max", bad_keys, bad_values)
+
+
+ATTENTION_STEPS = {STANDARD: CachedAttention, ATTENTION_OP: AttentionOperator}
 
 
 def same_layout(value: Value) -> Value:

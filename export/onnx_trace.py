@@ -103,7 +103,7 @@ class Value:
 
     def mean(self, dim: int, keepdim: bool = False) -> Value:
         axis = self.axis(dim)
-        name = self.f.op("ReduceMean", self.name, axes=[axis], keepdims=int(keepdim))
+        name = self.f.mean(self.name, axis, keepdim)
         return self.like(name, _reduced(self.shape, axis, keepdim))
 
     def sum(self, dim: int, keepdim: bool = False) -> Value:

@@ -149,6 +149,64 @@ def test_an_interrupt_leaves_what_was_there(model, tmp_path, stage):
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_an_interrupt_at_any_progress_leaves_what_was_there(model, tmp_path, there):
+    """Ctrl-C at every tensor of the export and at every step of TensorRT."""
+    out = tmp_path / "engine"
+    if there:
+        build_engine_directory(model, out, replace(OPTIONS, dtype="float16"))
+    before = tree(tmp_path)
+
+    class Steps(Recorder):
+        def build(self, onnx_file, plan, profiles, timing_cache, progress=None):
+            scratch = super().build(onnx_file, plan, profiles, timing_cache)
+            progress(onnx_file.stem, 1, 1)
+            return scratch
+
+    for interrupt_at in range(1000):
+        calls = 0
+
+        def progress(*_, interrupt_at=interrupt_at):
+            nonlocal calls
+            calls += 1
+            if calls == interrupt_at + 1:
+                raise KeyboardInterrupt
+
+        try:
+            build_engine_directory(model, out, OPTIONS, Steps(), progress=progress)
+        except KeyboardInterrupt:
+            assert tree(tmp_path) == before
+            continue
+        break
+    assert interrupt_at == calls > 20
+    assert EngineConfig.read(out).kind == "tensorrt"
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+
+
+@pytest.mark.parametrize("move", [1, 2])
+def test_an_interrupt_behind_a_move_leaves_a_whole_engine(model, tmp_path, monkeypatch, move):
+    """The old engine or the new one, and nothing else, when Ctrl-C comes right after a rename."""
+    out = tmp_path / "engine"
+    build_engine_directory(model, out, replace(OPTIONS, dtype="float16"))
+    before, original, moves = tree(out), Path.rename, 0
+
+    def rename(self, target):
+        nonlocal moves
+        result = original(self, target)
+        moves += 1
+        if moves == move:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        build_engine_directory(model, out, OPTIONS)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+    EngineConfig.read(out).check_files(out, contents=True)
+    assert (tree(out) == before) == (move == 1)
+
+
 @pytest.mark.parametrize("call", ["write_bytes", "open", "rename"])
 def test_a_failing_disk_leaves_what_was_there(model, tmp_path, monkeypatch, call):
     """The n-th write, open or move fails, for every n until all goes well."""
@@ -200,13 +258,47 @@ def test_a_full_disk_is_seen_before(model, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_corrupt_checkpoint_leaves_nothing(model, tmp_path):
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda data: data[:-100], "truncated or corrupt"),
+        (lambda data: data[:5], "truncated or corrupt"),
+        (lambda data: b"", "truncated or corrupt"),
+        (lambda data: b"\xff" * 8 + data[8:], "truncated or corrupt"),
+        (lambda data: data[:8] + b"[" + data[9:], "truncated or corrupt"),
+    ],
+    ids=["tail", "head", "empty", "length", "header"],
+)
+def test_a_corrupt_checkpoint_leaves_nothing(model, tmp_path, spoil, message):
     copy, out = tmp_path / "model", tmp_path / "out" / "engine"
     shutil.copytree(model, copy)
     data = (copy / "model.safetensors").read_bytes()
-    (copy / "model.safetensors").write_bytes(data[:-100])
-    with pytest.raises(ValueError, match="truncated or corrupt"):
+    (copy / "model.safetensors").write_bytes(spoil(data))
+    with pytest.raises(ValueError, match=message):
         build_engine_directory(copy, out, OPTIONS)
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "model_type"),
+        ({"hidden_size": 1 << 20}, "does not fit the model"),
+        ({"num_hidden_layers": 3}, "does not fit the model"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_is_not_supported_leaves_nothing(model, tmp_path, capsys, change, message):
+    """A clear error from the command, and no directory."""
+    copy, out = tmp_path / "model", tmp_path / "out" / "engine"
+    shutil.copytree(model, copy)
+    raw = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**raw, **change}))
+    with pytest.raises(ValueError, match=message):
+        build_engine_directory(copy, out, OPTIONS)
+    assert main(["build", str(copy), "--output", str(out), "--backend", "onnx"]) == 2
+    assert capsys.readouterr().err.startswith("trtllm-treewy: error: ")
     assert not out.parent.exists()
 
 

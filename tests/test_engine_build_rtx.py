@@ -1,23 +1,20 @@
 """A real parser and builder without a GPU: TensorRT-RTX builds the export ahead of time.
 
 It has no plugins, so the GDN nodes are expanded to their functions. It runs in a process of its
-own, as it must not meet the plugins' library. Needs `tensorrt-rtx-cu13-libs` and `-bindings`.
+own, as it must not meet the plugins' library.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from checkpoints import hf_config, write_checkpoint
+from tensorrt_packages import rtx
 
 pytest.importorskip("onnx")
-if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
-    pytest.skip("no tensorrt_rtx_bindings", allow_module_level=True)
 
 PROGRAM = """
 import sys
@@ -37,39 +34,57 @@ def progress(stage, done, total):
 
 limits = BuildLimits(max_batch_size=2, max_seq_len=128, max_nodes=8, max_num_tokens=64)
 builder = TensorRTBuilder(trt=trt, configure=for_blackwell, gpu="any sm_120", measure=False)
+options = BuildOptions(sys.argv[3], attention=sys.argv[4], limits=limits)
 build_engine_directory(
-    sys.argv[1], sys.argv[2], BuildOptions(sys.argv[3], limits=limits), builder, progress=progress
+    sys.argv[1], sys.argv[2], options, builder, progress=progress
 )
 assert len(stages) > 1, stages
 """
 
 
-def run(*arguments):
-    libraries = Path(importlib.util.find_spec("tensorrt_rtx_libs").origin).parent
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
-        env={**os.environ, "LD_LIBRARY_PATH": str(libraries)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+@pytest.fixture
+def run(repository):
+    """Runs a program over TensorRT-RTX."""
+    folder = rtx(repository)
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+
+    def call(program, *arguments):
+        return subprocess.run(
+            [sys.executable, "-c", program, *map(str, arguments)],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "LD_LIBRARY_PATH": str(folder / "tensorrt_rtx_libs"),
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    return call
 
 
 @pytest.mark.parametrize(
-    ("moe", "dtype"), [(False, "float32"), (False, "float16"), (True, "bfloat16")]
+    ("moe", "dtype", "attention"),
+    [
+        (False, "float16", "onnx"),
+        (True, "bfloat16", "standard"),
+        pytest.param(False, "float32", "standard", marks=pytest.mark.slow),
+        pytest.param(False, "bfloat16", "onnx", marks=pytest.mark.slow),
+    ],
 )
-def test_every_network_parses_and_builds(tmp_path, moe, dtype):
+def test_every_network_parses_and_builds(run, tmp_path, moe, dtype, attention):
     """Prefill, verify and draft, with their profiles, strongly typed."""
     layers = ["linear_attention", "full_attention"]
     raw = hf_config(moe=moe, num_hidden_layers=2, layer_types=layers, dtype=dtype)
     write_checkpoint(tmp_path / "model", raw)
-    done = run(tmp_path / "model", tmp_path / "engine", dtype)
+    done = run(PROGRAM, tmp_path / "model", tmp_path / "engine", dtype, attention)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("prefill", "verify", "draft"):
         assert (tmp_path / "engine" / f"{name}.engine").stat().st_size > 10_000
 
 
-def test_what_tensorrt_refuses_is_told(tmp_path):
+def test_what_tensorrt_refuses_is_told(run, tmp_path):
     """A network that is no network: its reasons in the error, and nothing left behind."""
     program = PROGRAM.replace(
         "build_engine_directory(\n",
@@ -81,14 +96,7 @@ def test_what_tensorrt_refuses_is_told(tmp_path):
         "build_engine_directory(\n",
         1,
     )
-    libraries = Path(importlib.util.find_spec("tensorrt_rtx_libs").origin).parent
-    done = subprocess.run(
-        [sys.executable, "-c", program, "x", str(tmp_path / "bad.onnx"), "float32"],
-        env={**os.environ, "LD_LIBRARY_PATH": str(libraries)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run(program, "x", tmp_path / "bad.onnx", "float32", "standard")
     assert "ValueError: bad.onnx: TensorRT cannot parse it" in done.stderr, done.stderr[-2000:]
     assert "NoSuchOperator" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["bad.onnx"]

@@ -40,6 +40,7 @@ KINDS = {
     "tied": {"tie_word_embeddings": True, "attention_bias": True, "linear_num_value_heads": 6},
     "attention only": {"layer_types": ["full_attention"] * 4},
     "gdn only": {"layer_types": ["linear_attention"] * 4, "mtp_num_hidden_layers": 0},
+    "attention operator": {"attention": "onnx", "attention_bias": True},
 }
 
 
@@ -47,12 +48,13 @@ KINDS = {
 def case(request, tmp_path_factory, shipped_model):
     """A checkpoint and its export in float32."""
     folder = tmp_path_factory.mktemp("export")
-    checkpoint = shipped_model
+    checkpoint, attention = shipped_model, "standard"
     if request.param != "shipped":
         checkpoint = folder / "model"
         changes = dict(KINDS[request.param])
+        attention = changes.pop("attention", attention)
         write_checkpoint(checkpoint, hf_config(moe=changes.pop("moe", False), **changes), seed=1)
-    export_onnx(checkpoint, folder / "onnx", dtype="float32")
+    export_onnx(checkpoint, folder / "onnx", dtype="float32", attention=attention)
     return checkpoint, folder / "onnx"
 
 
@@ -241,6 +243,52 @@ def test_states_go_straight_from_input_to_plugin_to_output(case):
         users = [node for node in model.graph.node if x.in_place in node.input]
         assert maker.domain == "treewy"
         assert users == [maker]
+
+
+@pytest.mark.parametrize("attention", ["standard", "onnx"])
+@pytest.mark.parametrize("network", ["prefill", "verify", "draft"])
+def test_attention_by_standard_operators_or_by_one(network, attention):
+    """The operator that was asked for in every attention layer, and none of the others."""
+    config = ModelConfig.from_dict(hf_config())
+    model = make_network(network, config, ExportTypes(), attention=attention)
+    kinds = [node.op_type for node in model.graph.node]
+    layers = config.mtp_num_hidden_layers if network == "draft" else len(config.attention_layers)
+    fused = attention == "onnx"
+    assert kinds.count("Attention") == layers * fused
+    assert kinds.count("Softmax") == layers * (not fused)
+    versions = {
+        model.opset_import[0].version,
+        *(f.opset_import[0].version for f in model.functions),
+    }
+    assert versions == {23 if fused else 17}
+    with pytest.raises(ValueError, match="attention must be one of standard, onnx, got 'flash'"):
+        make_network(network, config, ExportTypes(), attention="flash")
+
+
+def test_what_is_not_finite_reaches_only_who_sees_it(tmp_path):
+    """NaN and infinity in rows of the cache: the same queries are NaN by either attention."""
+    write_checkpoint(tmp_path / "model", hf_config(layer_types=["full_attention"] * 4), seed=2)
+    results = []
+    for attention in ("standard", "onnx"):
+        folder = tmp_path / attention
+        export_onnx(tmp_path / "model", folder, dtype="float32", attention=attention)
+        executor, gen = onnx_executor(tmp_path / "model", folder), generator(3)
+        for slot in (0, 2):
+            assert executor.try_allocate(slot, 60)
+        vocab = executor.config.vocab_size
+        executor.prefill(random_prompts(gen, vocab, [9, 5], [2, 0], [0, 0]))
+        row = int(executor._rows.at(torch.tensor([0]), torch.tensor([[2]])))
+        beyond = int(executor._rows.at(torch.tensor([2]), torch.tensor([[9]])))
+        executor.kv_cache.k[0, 0, row, 1] = float("inf")
+        executor.kv_cache.v[1, 0, row, 3] = float("nan")
+        executor.kv_cache.k[:, :, beyond] = float("nan")
+        tree = random_tree(gen, vocab, [2, 0], [9, 5], 6)
+        results.append(executor.verify(tree).logits)
+    nodes = tree.num_nodes.tolist()
+    assert results[0][0, : nodes[0]].isfinite().all()
+    assert results[0][1, : nodes[1]].isnan().all()
+    close(results[1][0, : nodes[0]], results[0][0, : nodes[0]])
+    assert results[1][1, : nodes[1]].isnan().all()
 
 
 @pytest.mark.parametrize("stash", ["pseudo_values", "inputs"])

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lean_runtimes import RUNTIMES, lean_runtime, unavailable
+from tensorrt_packages import RUNTIMES, lean_runtime, unavailable
 
 from trtllm_treewy.plugin_contract import LIBRARY, PLUGINS
 

@@ -1,23 +1,21 @@
 """The names and parameters that are used of TensorRT, in real TensorRT 10 and 11.
 
 The executor runs over tensorrt_double.py, so it calls nothing that the double lacks; here the
-double is held to the classes of the lean runtimes of PyPI, and of TensorRT-RTX where it is
-installed. What the methods do is not checked: that needs a GPU.
+double is held to the classes of the lean runtimes of PyPI, and of TensorRT-RTX. What the
+methods do is not checked: that needs a GPU.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from lean_runtimes import RUNTIMES, lean_runtime
+from tensorrt_packages import RUNTIMES, lean_runtime, rtx
 
 pytest.importorskip("onnx")
 
@@ -101,11 +99,10 @@ def test_the_double_has_the_names_of_tensorrt(name, repository):
     check(found)
 
 
-def test_the_double_has_the_names_of_tensorrt_rtx():
-    if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
-        pytest.skip("no tensorrt_rtx_bindings")
-    libraries = Path(importlib.util.find_spec("tensorrt_rtx_libs").origin).parent
-    check(ask("tensorrt_rtx_bindings", LD_LIBRARY_PATH=str(libraries)))
+def test_the_double_has_the_names_of_tensorrt_rtx(repository):
+    folder = rtx(repository)
+    libraries = str(folder / "tensorrt_rtx_libs")
+    check(ask("tensorrt_rtx_bindings", PYTHONPATH=str(folder), LD_LIBRARY_PATH=libraries))
 
 
 def test_a_name_that_tensorrt_lacks_is_seen(monkeypatch):

@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         state_dtype=args.state_dtype,
         stash_dtype=args.stash_dtype,
+        attention=args.attention,
         limits=BuildLimits(
             max_batch_size=args.max_batch_size,
             max_seq_len=args.max_seq_len or _default_length(args.model),

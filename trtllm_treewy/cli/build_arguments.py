@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from ..engine_config import ATTENTIONS, STANDARD
 from .engine_arguments import DTYPES, positive
 from .program import PROGRAM
 
@@ -53,6 +54,13 @@ def add_build(
             default="float32",
             help=f"type of the {what} (default: float32)",
         )
+    parser.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        default=STANDARD,
+        help="export attention as standard operators, or as ONNX's Attention operator (opset 23), "
+        "which TensorRT fuses from 10.14 on (default: standard)",
+    )
     for flag, default, what in (
         ("--max-batch-size", 8, "sequences at a time"),
         ("--max-nodes", 64, "nodes of a draft tree, at most 128"),
