@@ -137,14 +137,14 @@ class TensorRTNetwork:
         self._steps: OrderedDict[tuple[int, ...], _Step] = OrderedDict()
         self._free: _Step | None = None  # the context for shapes without a bucket
         self._captures = name != PREFILL
-        _check_tensors(name, engine, tensors, types, engines.trt)
+        self._inputs = _check_tensors(name, engine, tensors, types, engines.trt)
         for sizes in shapes.largest:
-            given = {x.name: shape_of(x, sizes) for x in tensors.inputs if not x.is_pool}
+            given = {x.name: shape_of(x, sizes) for x in self._inputs if not x.is_pool}
             self._profile(given)
 
     def bind(self, pools: Mapping[str, Tensor]) -> None:
         """See `executor_network.Network`; the pools' memory must stay where it is."""
-        wanted = {x.name: x for x in self._tensors.inputs if x.is_pool}
+        wanted = {x.name: x for x in self._inputs if x.is_pool}
         if pools.keys() != wanted.keys():
             odd = ", ".join(sorted(pools.keys() ^ wanted.keys()))
             raise ValueError(f"{self.name}: missing or unknown pools: {odd}")
@@ -163,7 +163,7 @@ class TensorRTNetwork:
         padded = self._shapes.pad(self.name, sizes)
         with self._shared.streams.scope():
             step = self._open(sizes) if padded is None else self._bucket(padded)
-            for x in self._tensors.inputs:
+            for x in self._inputs:
                 if not x.is_pool:
                     copy_padded(step.inputs[x.name], inputs[x.name], x, sizes, step.sizes)
             self._launch(step, captures=padded is not None)
@@ -197,7 +197,7 @@ class TensorRTNetwork:
         """Profile, shapes and addresses of a step."""
         step.inputs, step.outputs = {}, self._make_outputs(step.sizes)
         shapes, addresses = {}, {}
-        for x in self._tensors.inputs:
+        for x in self._inputs:
             tensor = self._pools.get(x.name)
             if tensor is None:
                 shape = shape_of(x, step.sizes)
@@ -258,7 +258,7 @@ class TensorRTNetwork:
         raise ValueError(f"{self.name}: {reason}")
 
     def _misfit(self, shapes: Mapping[str, tuple[int, ...]], profile: int) -> str:
-        inputs = {x.name: x for x in self._tensors.inputs}
+        inputs = {x.name: x for x in self._inputs}
         for name, shape in shapes.items():
             if all(isinstance(size, int) for size in inputs[name].shape):
                 continue
@@ -316,9 +316,32 @@ class _Step:
 
 def _check_tensors(
     name: str, engine: Any, tensors: Bindings, types: Mapping[str, torch.dtype], trt: Any
+) -> tuple[Binding, ...]:
+    """The inputs that an engine has: TensorRT may drop those that nothing depends on.
+
+    Raises:
+        EngineMismatchError: its tensors are not those of the network.
+    """
+    there = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+    outputs = {x.name for x in tensors.outputs}
+    needed = outputs | {x.name for x in tensors.inputs if x.is_pool}
+    odd = (needed - there) | (there - outputs - {x.name for x in tensors.inputs})
+    if odd:
+        listed = ", ".join(sorted(odd)[:4])
+        raise EngineMismatchError(f"{name}: not this model's network: it differs in {listed}")
+    inputs = tuple(x for x in tensors.inputs if x.name in there)
+    for mode, some in (
+        (trt.TensorIOMode.INPUT, inputs),
+        (trt.TensorIOMode.OUTPUT, tensors.outputs),
+    ):
+        for x in some:
+            _check_tensor(name, engine, x, mode, types[x.kind], trt.DataType)
+    return inputs
+
+
+def _check_tensor(
+    name: str, engine: Any, x: Binding, mode: Any, dtype: torch.dtype, kinds: Any
 ) -> None:
-    """Raises EngineMismatchError where an engine's tensors are not those of the network."""
-    kinds = trt.DataType
     names = {
         torch.float32: kinds.FLOAT,
         torch.float16: kinds.HALF,
@@ -326,22 +349,12 @@ def _check_tensors(
         torch.int32: kinds.INT32,
         torch.bool: kinds.BOOL,
     }
-    there = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
-    wanted = {x.name for x in (*tensors.inputs, *tensors.outputs)}
-    if there != wanted:
-        odd = ", ".join(sorted(there ^ wanted)[:4])
-        raise EngineMismatchError(f"{name}: not this model's network: it differs in {odd}")
-    modes = ((trt.TensorIOMode.INPUT, tensors.inputs), (trt.TensorIOMode.OUTPUT, tensors.outputs))
-    for mode, some in modes:
-        for x in some:
-            found = tuple(engine.get_tensor_shape(x.name))
-            fits = len(found) == len(x.shape) and all(
-                isinstance(dim, str) or size in (dim, -1)
-                for dim, size in zip(x.shape, found, strict=True)
-            )
-            dtype = engine.get_tensor_dtype(x.name)
-            if engine.get_tensor_mode(x.name) != mode or not fits or dtype != names[types[x.kind]]:
-                raise EngineMismatchError(
-                    f"{name}: {x.name} must be {types[x.kind]} {list(x.shape)}, the engine has "
-                    f"{dtype} {list(found)}"
-                )
+    shape, found = tuple(engine.get_tensor_shape(x.name)), engine.get_tensor_dtype(x.name)
+    fits = len(shape) == len(x.shape) and all(
+        isinstance(dim, str) or size in (dim, -1) for dim, size in zip(x.shape, shape, strict=True)
+    )
+    if not fits or engine.get_tensor_mode(x.name) != mode or found != names[dtype]:
+        raise EngineMismatchError(
+            f"{name}: {x.name} must be {dtype} {list(x.shape)}, the engine has {found} "
+            f"{list(shape)}"
+        )

@@ -324,12 +324,18 @@ def make_module():
 
 
 class DoubleBuilder:
-    """`NetworkBuilder` of plans that the double loads: the profiles, and the whole ONNX file."""
+    """`NetworkBuilder` of plans that the double loads: the profiles, and the whole ONNX file.
+
+    Inputs that nothing depends on are dropped, as TensorRT may do.
+    """
 
     version, gpu, plugins = f"tensorrt {VERSION}", GPU, True
 
     def build(self, onnx_file, plan, profiles, timing_cache, progress=None):
         model = onnx.load(onnx_file)
+        used = {name for node in model.graph.node for name in node.input}
+        for x in [x for x in model.graph.input if x.name not in used]:
+            model.graph.input.remove(x)
         head = json.dumps([profile.shapes for profile in profiles]).encode()
         plan.write_bytes(head + b"\n" + model.SerializeToString())
         return SCRATCH

@@ -46,10 +46,12 @@ SETTINGS = {"max_batch_size": 3, "max_seq_len": 128, "device": "cpu"}
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory, shipped_model):
-    """The shipped model and a small one with experts, as engines of the double."""
+    """The shipped model, one with experts and one without attention, as engines of the double."""
     folder = tmp_path_factory.mktemp("tensorrt")
     write_checkpoint(folder / "moe", hf_config(moe=True), seed=1)
-    models = {"shipped": shipped_model, "moe": folder / "moe"}
+    linear = hf_config(layer_types=["linear_attention"] * 4, mtp_num_hidden_layers=0)
+    write_checkpoint(folder / "linear", linear, seed=2)
+    models = {"shipped": shipped_model, "moe": folder / "moe", "linear": folder / "linear"}
     for name, model in models.items():
         build_engine_directory(model, folder / f"{name}-engine", BUILD, DoubleBuilder())
     return {name: (model, folder / f"{name}-engine") for name, model in models.items()}
@@ -128,7 +130,7 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["shipped", "moe"])
+@pytest.mark.parametrize("name", ["shipped", "moe", "linear"])
 def test_steps_equal_the_torch_executor(engines, double, name):
     """Random prompts, trees and accepted nodes; logits, hidden states, states, windows, caches."""
     model, folder = engines[name]

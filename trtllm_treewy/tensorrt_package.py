@@ -79,22 +79,9 @@ def plugin_candidates() -> list[Path]:
     return [package.parent / "build" / LIBRARY, package / LIBRARY]
 
 
-def load_plugins(trt: Any, library: Path | None = None) -> None:
-    """Puts the plugins into TensorRT's registry, unless they are there.
-
-    TensorRT refuses a library whose creators are registered already, by a preload for example.
-
-    Args:
-        trt: the module.
-        library: the file; without it the first of `plugin_candidates` that is there.
-
-    Raises:
-        ValueError: there is no library, or TensorRT does not take it.
-    """
-    registry = trt.get_plugin_registry()
-    if any(creator.plugin_namespace == NAMESPACE for creator in registry.all_creators):
-        return
-    candidates = plugin_candidates() if library is None else [library]
+def find_plugins() -> Path:
+    """The first of `plugin_candidates` that is there; ValueError where there is none."""
+    candidates = plugin_candidates()
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
         looked = ", ".join(map(str, candidates))
@@ -102,5 +89,24 @@ def load_plugins(trt: Any, library: Path | None = None) -> None:
             f"the plugins' library is not there (looked for {looked}): run ./build.sh, or name it "
             f"with {LIBRARY_VARIABLE}"
         )
+    return found
+
+
+def load_plugins(trt: Any, library: Path | None = None) -> None:
+    """Puts the plugins into TensorRT's registry, unless they are there.
+
+    TensorRT refuses a library whose creators are registered already, by a preload for example.
+
+    Args:
+        trt: the module.
+        library: the file; without it that of `find_plugins`.
+
+    Raises:
+        ValueError: there is no library, or TensorRT does not take it.
+    """
+    registry = trt.get_plugin_registry()
+    if any(creator.plugin_namespace == NAMESPACE for creator in registry.all_creators):
+        return
+    found = find_plugins() if library is None else library
     if registry.load_library(str(found)) is None:
         raise ValueError(f"{found}: TensorRT {trt.__version__} cannot load it as plugins")

@@ -71,17 +71,16 @@ def _builder(args: argparse.Namespace) -> NetworkBuilder | None:
 
     from ..engine_config import gpu_identity
     from ..export.tensorrt_builder import TensorRTBuilder
-    from ..plugin_contract import LIBRARY
+    from ..tensorrt_package import find_plugins
 
     if not torch.cuda.is_available():
         raise ValueError(
             "a TensorRT engine is built on the GPU that it is for, and torch finds none here; "
             "--backend onnx builds for ONNX Runtime on a CPU"
         )
-    if args.plugins is None:
-        raise ValueError(f"--plugins is needed: the path of {LIBRARY}, made by ./build.sh")
+    plugins = find_plugins() if args.plugins is None else Path(args.plugins)
     try:
-        return TensorRTBuilder(Path(args.plugins), gpu=gpu_identity(torch.device("cuda")))
+        return TensorRTBuilder(plugins, gpu=gpu_identity(torch.device("cuda")))
     except ImportError:
         raise ValueError(
             "--backend tensorrt needs the package tensorrt, 10.14 to 11: pip install tensorrt"

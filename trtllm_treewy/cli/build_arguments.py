@@ -39,7 +39,9 @@ def add_build(
         "(default: tensorrt)",
     )
     parser.add_argument(
-        "--plugins", metavar="FILE", help="libtreewy_tensorrt.so, for TensorRT (default: none)"
+        "--plugins",
+        metavar="FILE",
+        help="libtreewy_tensorrt.so, for TensorRT (default: that of ./build.sh)",
     )
     parser.add_argument(
         "--dtype",
