@@ -53,7 +53,7 @@ def session(plugin, fields, tensors, **options):
             onnx.helper.make_opsetid("", nodes.OPSET),
             onnx.helper.make_opsetid(functions.DOMAIN, 1),
         ],
-        ir_version=nodes.IR_VERSION,
+        ir_version=nodes.IR_VERSIONS[nodes.OPSET],
     )
     onnx.checker.check_model(model, full_check=True)
     run = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
