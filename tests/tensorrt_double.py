@@ -140,10 +140,25 @@ class ICudaEngine:
     def get_tensor_profile_shape(self, name, profile_index):
         return [tuple(shape) for shape in self._profiles[profile_index][name]]
 
+    def _compute(self, shapes, addresses, scratch):
+        ctypes.memset(scratch[0], 0xAB, scratch[1])
+        feed = {}
+        for name, (mode, kind, _) in self._tensors.items():
+            if mode == TensorIOMode.INPUT:
+                feed[name] = _memory(addresses[name], shapes[name], kind).copy()
+        names = [n for n, x in self._tensors.items() if x[0] == TensorIOMode.OUTPUT]
+        for name, value in zip(names, self._session.run(names, feed), strict=True):
+            _memory(addresses[name], value.shape, value.dtype)[...] = value
+
     def create_execution_context(self, strategy):
         assert strategy == ExecutionContextAllocationStrategy.USER_MANAGED
         self._runtime._events.append(("context", self))
         return IExecutionContext(self)
+
+
+def _memory(address, shape, kind):
+    size = int(np.prod(shape)) * np.dtype(kind).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(address), kind).reshape(shape)
 
 
 @lru_cache(maxsize=8)
@@ -191,7 +206,7 @@ class IExecutionContext:
         return self._profile
 
     def set_optimization_profile_async(self, profile_index, stream_handle):
-        assert stream_handle == HANDLE
+        assert stream_handle == self._engine._runtime._streams.handle
         self._profile, self._ran = profile_index, False
         self._shapes.clear()
         self._changes += 1
@@ -229,7 +244,7 @@ class IExecutionContext:
 
     def execute_async_v3(self, stream_handle):
         state = self._engine._runtime._streams
-        assert stream_handle == HANDLE
+        assert stream_handle == state.handle
         assert state.depth, "enqueued outside the stream's scope"
         if self._scratch is None:
             return self._refuse("there is no scratch memory")
@@ -255,19 +270,7 @@ class IExecutionContext:
         return False
 
     def _compute(self):
-        ctypes.memset(*self._scratch[:1], 0xAB, self._scratch[1])
-        engine, feed = self._engine, {}
-        for name, (mode, kind, _) in engine._tensors.items():
-            if mode == TensorIOMode.INPUT:
-                feed[name] = self._memory(name, self._shapes[name], kind).copy()
-        names = [n for n, x in engine._tensors.items() if x[0] == TensorIOMode.OUTPUT]
-        for name, value in zip(names, engine._session.run(names, feed), strict=True):
-            self._memory(name, value.shape, value.dtype)[...] = value
-
-    def _memory(self, name, shape, kind):
-        size = int(np.prod(shape)) * np.dtype(kind).itemsize
-        raw = (ctypes.c_char * size).from_address(self._addresses[name])
-        return np.frombuffer(raw, kind).reshape(shape)
+        self._engine._compute(self._shapes, self._addresses, self._scratch)
 
 
 class HostStreams:
@@ -308,11 +311,11 @@ class HostStreams:
         self.waits += 1
 
 
-def make_module():
+def make_module(streams=None):
     """A module to stand for `tensorrt`; `events` is the order of calls, `streams` goes with it."""
     module = types.ModuleType("tensorrt")
     module.__version__ = VERSION
-    registry, events, streams = IPluginRegistry(), [], HostStreams()
+    registry, events, streams = IPluginRegistry(), [], streams or HostStreams()
     module.Runtime = type(
         "Runtime", (Runtime,), {"_registry": registry, "_events": events, "_streams": streams}
     )

@@ -33,6 +33,7 @@ from trtllm_treewy.runtime import engine_files, network_tensorrt
 from trtllm_treewy.runtime.acceptance import greedy_accept
 from trtllm_treewy.runtime.buckets import context_bucket
 from trtllm_treewy.runtime.engine_files import check_engine, open_engine
+from trtllm_treewy.runtime.executor_network import DrafterCapacity
 from trtllm_treewy.runtime.step_buffers import bytes_needed
 
 CPU = torch.device("cpu")
@@ -100,6 +101,29 @@ def test_same_texts_as_the_checkpoint(engines, double, expected, speculation):
     assert len(loaded) == (3 if speculation else 2), "without drafts no drafter is loaded"
     kinds = [what for what, _ in double.events]
     assert double.streams.replays > 2 * kinds.count("capture") > 0
+
+
+def test_levels_wider_than_the_tree_run_without_a_bucket(engines, double, expected):
+    speculation = {
+        "use_dynamic_tree": True,
+        "max_total_draft_tokens": 4,
+        "dynamic_tree_max_topK": 7,
+        "max_draft_len": 4,
+    }
+    with LLM(engines["shipped"][1], speculative_config=speculation, **SETTINGS) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+        assert llm._engine._executor._parts["draft"]._free is not None
+    assert [o.outputs[0].token_ids for o in outputs] == [o.token_ids for o in expected]
+
+
+def test_drafts_of_many_rows_come_in_parts(engines, double, expected, monkeypatch):
+    """Where rows times nodes are more than the drafter's network takes."""
+    small = DrafterCapacity(entries=2, nodes=4)
+    monkeypatch.setattr(engine_files, "DrafterCapacity", lambda entries, nodes: small)
+    speculation = {"draft_tree_widths": [3, 2, 1]}
+    with LLM(engines["shipped"][1], speculative_config=speculation, **SETTINGS) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
 def test_sampling_with_a_seed_gives_the_same_texts(engines, double, shipped_model):

@@ -1,20 +1,33 @@
-"""Engines of whole models by real TensorRT: tokens, graphs, states in place; the stream alone.
+"""Engines of whole models by real TensorRT: tokens, graphs, states in place.
 
-Needs the `tensorrt` package (10.14 to 11) and build/libtreewy_tensorrt.so. The same executor over a
-double, without a GPU, is in ../test_engine_tensorrt.py.
+These need the `tensorrt` package (10.14 to 11) and build/libtreewy_tensorrt.so. The last tests need
+neither: the stream, and a network whose engine is a double that launches torch's kernels, so that
+captures and replays are CUDA's. The executor over a double is in ../test_engine_tensorrt.py.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+pytest.importorskip("onnx")
+
+import tensorrt_double as double
+
 from trtllm_treewy import LLM, SamplingParams
+from trtllm_treewy.binding_names import VERIFY, Binding, Bindings
 from trtllm_treewy.engine_config import EngineMismatchError, gpu_identity
+from trtllm_treewy.runtime.buckets import Buckets
 from trtllm_treewy.runtime.cuda_streams import CudaStreams
 from trtllm_treewy.runtime.engine_files import check_engine
+from trtllm_treewy.runtime.network_tensorrt import StepShapes, TensorRTEngines, TensorRTNetwork
+from trtllm_treewy.runtime.step_buffers import StepBuffers
 from trtllm_treewy.tensorrt_package import plugin_candidates
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +42,6 @@ SETTINGS = {"max_batch_size": 8, "max_seq_len": 128}
 def engine(request, tmp_path_factory, shipped_model):
     if importlib.util.find_spec("tensorrt") is None:
         pytest.skip("no package tensorrt: pip install 'tensorrt>=10.14,<12'")
-    pytest.importorskip("onnx")
     from trtllm_treewy.export.build_engine import BuildOptions, build_engine_directory
     from trtllm_treewy.export.profiles import BuildLimits
     from trtllm_treewy.export.tensorrt_builder import TensorRTBuilder
@@ -107,3 +119,110 @@ def test_what_cannot_be_captured_is_an_error_and_leaves_the_stream_usable():
     with streams.scope():
         x += 1
     assert x.eq(2).all()
+
+
+# What a network of one layer would have: its outputs and a state that it counts up in place.
+TENSORS = Bindings(
+    (
+        Binding("token_ids", ("B", "N"), "int32"),
+        Binding("slot", ("B",), "int32"),
+        Binding("kv_rows", ("B", "S"), "int32"),
+        Binding("state.0", ("slots", 4), "state"),
+    ),
+    (
+        Binding("logits", ("B", "N"), "float32"),
+        Binding("u.0", ("B", "N"), "float32"),
+        Binding("u.1", ("B", "N"), "float32"),
+        Binding("state_out.0", ("slots", 4), "state", in_place="state.0"),
+    ),
+)
+TYPES = {"int32": torch.int32, "float32": torch.float32, "state": torch.float32}
+ROWS, NODES, CONTEXT = 4, 16, 200
+
+
+class Streams(CudaStreams):
+    """CUDA's own, with what the double asks of a stream; nothing is recorded but by CUDA."""
+
+    depth, recording = 1, None
+
+
+class TorchEngine(double.ICudaEngine):
+    """logits = tokens + the sum of kv_rows, u = 2 and 3 times tokens, state + 1, by torch."""
+
+    def __init__(self, runtime):
+        low = {"B": 1, "N": 1, "S": 1, "slots": 1}
+        high = {"B": ROWS, "N": NODES, "S": CONTEXT, "slots": 8}
+        profile = {}
+        for x in TENSORS.inputs:
+            ends = [[sizes.get(dim, dim) for dim in x.shape] for sizes in (low, high)]
+            profile[x.name] = ends[0], ends[1], ends[1]
+        self._profiles = [profile]
+        self._runtime, self._views = runtime, {}
+        self._in_place = {"state_out.0": "state.0"}
+        kinds = {"int32": double.np.int32, "float32": double.np.float32, "state": double.np.float32}
+        modes = double.TensorIOMode
+        self._tensors = {
+            x.name: (mode, kinds[x.kind], tuple(-1 if isinstance(d, str) else d for d in x.shape))
+            for mode, some in ((modes.INPUT, TENSORS.inputs), (modes.OUTPUT, TENSORS.outputs))
+            for x in some
+        }
+
+    def view(self, name, address, shape):
+        """Memory as a tensor; made at the run before a capture, and kept."""
+        key = name, address, tuple(shape)
+        if key not in self._views:
+            kind = {double.np.int32: "<i4", double.np.float32: "<f4"}[self._tensors[name][1]]
+            layout = {"shape": key[2], "typestr": kind, "data": (address, False), "version": 2}
+            memory = type("Memory", (), {"__cuda_array_interface__": layout})()
+            self._views[key] = torch.as_tensor(memory, device="cuda")
+        return self._views[key]
+
+    def _compute(self, shapes, addresses, scratch):
+        given = {n: self.view(n, addresses[n], shape) for n, shape in shapes.items()}
+        tokens, rows = given["token_ids"], given["kv_rows"]
+        out = {n: self.view(n, addresses[n], tokens.shape) for n in ("logits", "u.0", "u.1")}
+        out["logits"].copy_(tokens + rows.sum(1, keepdim=True))
+        out["u.0"].copy_(tokens * 2)
+        out["u.1"].copy_(tokens * 3)
+        given["state.0"].add_(1)
+
+
+def make_network(device):
+    streams = Streams(device)
+    module = double.make_module(streams)
+    shared = TensorRTEngines(module, streams, device)
+    engine = TorchEngine(shared._runtime)
+    shared.reserve_scratch({VERIFY: engine})
+    buffers = StepBuffers(device, dict.fromkeys(("token_ids", "slot", "kv_rows", "logits"), 4096))
+    buffers._buffers["u"] = torch.empty(2 * 4096, dtype=torch.uint8, device=device)
+    shapes = StepShapes(Buckets(ROWS, NODES), CONTEXT)
+    network = TensorRTNetwork(VERIFY, engine, TENSORS, TYPES, shared, buffers, shapes)
+    state = torch.zeros(8, 4, device=device)
+    network.bind({"state.0": state})
+    return network, state, module
+
+
+def test_networks_are_captured_and_replayed_by_cuda():
+    """New inputs at every replay, padded and not; pools in place; nothing runs twice."""
+    device = torch.device("cuda")
+    network, state, module = make_network(device)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(2, 3, 9), (2, 4, 30), (1, 1, 1), (2, 3, 64), (4, 16, 200)] * 3
+    for runs, (batch, nodes, context) in enumerate(sizes, 1):
+        shape = {"token_ids": (batch, nodes), "kv_rows": (batch, context), "slot": (batch,)}
+        given = {
+            name: torch.randint(0, 1000, size, generator=generator).to(device)
+            for name, size in shape.items()
+        }
+        out = network.run(given)
+        tokens = given["token_ids"].float()
+        expected = tokens + given["kv_rows"].sum(1, keepdim=True)
+        torch.testing.assert_close(out["logits"], expected, atol=0, rtol=0)
+        wanted = torch.stack((2 * tokens, 3 * tokens))
+        torch.testing.assert_close(out["u"], wanted, atol=0, rtol=0)
+        assert state.eq(runs).all(), "every run counts once, and a capture does not"
+    steps = list(network._steps.values())
+    assert len(steps) == 3, "buckets: 2 x 4 x 64, 1 x 1 x 64, 4 x 16 x 200"
+    assert all(step.replay is not None for step in steps)
+    enqueued = [what for what, _ in module.events].count("enqueue")
+    assert enqueued == 2 * len(steps), "one run and one capture of each bucket"
