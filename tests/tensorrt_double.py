@@ -23,6 +23,7 @@ import numpy as np
 import onnx
 
 from trtllm_treewy.plugin_contract import NAMESPACE, PLUGINS
+from trtllm_treewy.plugin_contract import VERSION as PLUGIN_VERSION
 
 VERSION, GPU = "10.14.1.48", "Double GPU sm_00"
 HANDLE = 7
@@ -65,7 +66,10 @@ class IPluginRegistry:
             return None
         self._loaded.append(plugin_path)
         self._creators += [
-            types.SimpleNamespace(name=name, plugin_namespace=NAMESPACE) for name in PLUGINS
+            types.SimpleNamespace(
+                name=name, plugin_namespace=NAMESPACE, plugin_version=PLUGIN_VERSION
+            )
+            for name in PLUGINS
         ]
         return object()
 

@@ -414,6 +414,9 @@ def test_the_plugins_library_is_loaded_once_and_needed(engines, double, monkeypa
     for _ in range(2):
         open_engine(folder, LIMITS, CPU)
     assert double.registry._loaded == [str(tmp_path / LIBRARY)]
+    double.registry._creators[0].plugin_version = "2"
+    with pytest.raises(ValueError, match="registry are 1, 2, expected version 1"):
+        open_engine(folder, LIMITS, CPU)
 
 
 def test_plans_that_tensorrt_refuses_and_networks_of_another_model(engines, double, tmp_path):

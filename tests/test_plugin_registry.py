@@ -119,6 +119,38 @@ def test_both_ways_at_once_leave_the_creators_there(library, lean):
     assert result["cases"] == [[{"made": ["TreeWyVerify", "treewy", "1"]}] * 2]
 
 
+LOAD = """
+import os, sys
+import tensorrt_lean_bindings as trt
+from trtllm_treewy.tensorrt_package import load_plugins, make_logger
+logger = make_logger(trt)
+runtime = trt.Runtime(logger)
+for _ in range(2):
+    load_plugins(trt)
+print(trt.__version__, sum(x.plugin_namespace == "treewy" for x in
+                           trt.get_plugin_registry().all_creators))
+sys.stdout.flush()
+os._exit(0)  # without a GPU the runtime does not end well
+"""
+
+
+def test_the_executor_loads_the_library_once(library, lean):
+    """`load_plugins`, as building and running engines do, twice over."""
+    paths = [str(lean), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TREEWY_TENSORRT_LIBRARY": str(library),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [lean.name.split("-")[0], str(len(PLUGINS))]
+
+
 def test_the_library_needs_nothing_but_the_system(library):
     """No libnvinfer, no CUDA runtime and no C++ runtime, and nothing undefined."""
     if shutil.which("readelf") is None:

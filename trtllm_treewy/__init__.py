@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .engine_config import EngineMismatchError
     from .llm import LLM
     from .llmapi import KvCacheConfig, MTPDecodingConfig
     from .outputs import AcceptanceStats, CompletionOutput, RequestOutput
@@ -21,6 +22,7 @@ __all__ = [
     "LLM",
     "AcceptanceStats",
     "CompletionOutput",
+    "EngineMismatchError",
     "KvCacheConfig",
     "MTPDecodingConfig",
     "RequestOutput",
@@ -32,6 +34,7 @@ _HOME = {
     "LLM": "llm",
     "AcceptanceStats": "outputs",
     "CompletionOutput": "outputs",
+    "EngineMismatchError": "engine_config",
     "KvCacheConfig": "llmapi",
     "MTPDecodingConfig": "llmapi",
     "RequestOutput": "outputs",

@@ -65,6 +65,8 @@ class LLM:
         FileNotFoundError: the checkpoint, or a part of it, is not there.
         ValueError: the checkpoint or a setting is not usable; the message says which, what was
             expected and what came.
+        EngineMismatchError: an engine cannot run here, or not as asked: another GPU, TensorRT or
+            plugin version, types or limits beyond what was built. It is a ValueError.
         MemoryError: the caches do not fit; the message says what to lower, and by how much.
     """
 

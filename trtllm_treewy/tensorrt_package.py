@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .plugin_contract import LIBRARY, NAMESPACE
+from .plugin_contract import LIBRARY, NAMESPACE, VERSION
 
 OLDEST, NEWEST = (10, 14), (12, 0)
 LIBRARY_VARIABLE = "TREEWY_TENSORRT_LIBRARY"
@@ -102,11 +102,25 @@ def load_plugins(trt: Any, library: Path | None = None) -> None:
         library: the file; without it that of `find_plugins`.
 
     Raises:
-        ValueError: there is no library, or TensorRT does not take it.
+        ValueError: there is no library, TensorRT does not take it, or what is there is another
+            version of the plugins.
     """
     registry = trt.get_plugin_registry()
-    if any(creator.plugin_namespace == NAMESPACE for creator in registry.all_creators):
-        return
-    found = find_plugins() if library is None else library
-    if registry.load_library(str(found)) is None:
-        raise ValueError(f"{found}: TensorRT {trt.__version__} cannot load it as plugins")
+    versions = _registered(registry)
+    if not versions:
+        found = find_plugins() if library is None else library
+        if registry.load_library(str(found)) is None:
+            raise ValueError(f"{found}: TensorRT {trt.__version__} cannot load it as plugins")
+        versions = _registered(registry)
+    if versions != {VERSION}:
+        listed = ", ".join(sorted(versions)) or "no version"
+        raise ValueError(
+            f"the plugins in TensorRT's registry are {listed}, expected version {VERSION}: run "
+            "./build.sh, and load no other library of them"
+        )
+
+
+def _registered(registry: Any) -> set[str]:
+    """Versions of the plugins that are there."""
+    creators = registry.all_creators
+    return {x.plugin_version for x in creators if x.plugin_namespace == NAMESPACE}
