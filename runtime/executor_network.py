@@ -204,12 +204,15 @@ class NetworkExecutor(SequencePools):
     @torch.inference_mode()
     def draft_extend(self, batch: PrefillBatch, hidden: Tensor) -> StepOutput:
         most = None if self._capacity is None else self._capacity.entries
-        outputs: dict[int, tuple[Tensor, Tensor]] = {}
-        for group in _extensions(batch, most):
-            out = self._extend(batch, group, hidden)
-            outputs.update(zip(group.rows, zip(*out, strict=True), strict=True))
-        rows = [outputs[row] for row in range(len(batch.seq_lens_host))]
-        return StepOutput(*(torch.stack(parts) for parts in zip(*rows, strict=True)))
+        groups = _extensions(batch, most)
+        outputs = [self._extend(batch, group, hidden) for group in groups]
+        if len(groups) == 1 and list(groups[0].rows) == sorted(groups[0].rows):
+            return StepOutput(*outputs[0])
+        # Of a row in several parts the last counts.
+        rows = [row for group in groups for row in group.rows]
+        place = {row: index for index, row in enumerate(rows)}
+        order = torch.tensor([place[row] for row in sorted(place)], device=self.device)
+        return StepOutput(*(torch.cat(some)[order] for some in zip(*outputs, strict=True)))
 
     def _extend(
         self, batch: PrefillBatch, group: _Extension, hidden: Tensor
