@@ -6,6 +6,7 @@ the result is beyond the tolerance or a bit changed that had to stay. Reference 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from dataclasses import dataclass, field
 
@@ -175,6 +176,27 @@ def check_verify(machine, case, *, pad=None, history=(), name="verify"):
     padded |= (case.slot < 0)[:, None]
     for x in (out, u, g):
         assert not x.cpu()[padded].any(), "outputs of padding must be zero"
+
+
+@contextlib.contextmanager
+def verify_tile(library, tile):
+    """Tree verification takes this `treewy_verify_tile` in place of AUTO's."""
+    name = "treewy_tree_verify"
+    launcher = library.launchers[name]
+
+    def launch_tile(address, stream):
+        params = cuda_library.TreeVerifyParams.from_address(address)
+        before, params.tile = params.tile, tile
+        try:
+            return launcher(address, stream)
+        finally:
+            params.tile = before  # the structure is kept for later calls
+
+    library.launchers[name] = launch_tile
+    try:
+        yield
+    finally:
+        library.launchers[name] = launcher
 
 
 def check_verify_stashes(machine, case):

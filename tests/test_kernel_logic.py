@@ -97,6 +97,25 @@ def test_verify_of_the_largest_tree(host):
     suite.check_no_worse_than_recurrence(host, case)
 
 
+@pytest.mark.parametrize("index", range(3))
+def test_verify_by_the_inverse_of_the_whole_matrix(host, host_library, index):
+    """The kernel of float32 states and 17 to 48 nodes, which takes the wide tile."""
+    nodes = (17, 33, 48)[index]
+    case = TreeCase(
+        nodes, Dims(1, 1 + index % 2, 128, 128), nodes, dtype=(BF16, F16)[index % 2],
+        decay=DECAYS[index], shape=("random", "chain", "levels")[index], batch=2, pads=index % 2,
+    )  # fmt: skip
+    with suite.verify_tile(host_library, 2):
+        suite.check_verify(host, case, pad=((0, 0), (8, 8))[index % 2])
+        suite.check_verify_poison(host, case, (float("nan"), float("inf"))[index % 2])
+
+
+def test_verify_of_paths_by_the_inverse_of_the_whole_matrix(host, host_library):
+    case = TreeCase(4, Dims(1, 1, 128, 128), 33, dtype=BF16, batch=2)
+    with suite.verify_tile(host_library, 2):
+        suite.check_verify_oracle(host, case)
+
+
 @pytest.mark.parametrize("types", [(F32, F32), (BF16, BF16)], ids=types_id)
 def test_verify_of_a_node_equals_its_path_run_alone(host, types):
     case = TreeCase(4, DIMS[1], 20, dtype=types[0], state_dtype=types[1])

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROWS_64, ROWS_128 = 1, 2
 H200_MULTIPROCESSORS, H200_SHARED = 132, 233472  # of a multiprocessor; a block costs 1 KiB more
+H200_BLOCK = H200_SHARED - 1024  # the most of a block
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -37,8 +38,9 @@ def ask(tmp_path_factory):
     return evaluate
 
 
-def choice(batch, nodes, *, value_dim=128, state_bytes=2, terms=1, heads=32):
-    sizes = f"{value_dim}, {state_bytes}, {terms}, {nodes}, {batch * heads}"
+def choice(batch, nodes, *, value_dim=128, state_bytes=2, terms=1, heads=32, whole=False):
+    shape = f"{{128, {value_dim}, {nodes}, 0, 2, {state_bytes}, 2}}"
+    sizes = f"{shape}, {terms}, {str(whole).lower()}, {batch * heads}"
     return f"choose_tile({sizes}, {H200_MULTIPROCESSORS})"
 
 
@@ -54,6 +56,39 @@ def test_few_blocks_are_cut_small_and_many_large(ask):
 def test_a_float32_state_is_wide_for_few_nodes_alone(ask):
     many = [choice(64, nodes, state_bytes=4) for nodes in (1, 8, 9, 40)]
     assert ask(*many) == [ROWS_128, ROWS_128, ROWS_64, ROWS_64]
+
+
+def test_a_float32_state_whose_matrix_is_inverted_at_once_is_wide(ask):
+    asked = [choice(batch, 40, state_bytes=4, whole=True) for batch in (1, 4, 8, 64)]
+    assert ask(*asked) == [ROWS_64, ROWS_64, ROWS_128, ROWS_128]
+
+
+def whole(nodes, *, state_bytes=4, input_bytes=2, history=0, key_dim=128, value_dim=128):
+    terms = 3 if 4 in (state_bytes, input_bytes) else 2
+    return f"{{{key_dim}, {value_dim}, {nodes}, {history}, {input_bytes}, {state_bytes}, {terms}}}"
+
+
+def test_which_matrices_are_inverted_at_once(ask):
+    taken = [whole(17), whole(40), whole(48, value_dim=256)]
+    left = [whole(16), whole(49), whole(40, state_bytes=2), whole(40, input_bytes=4)]
+    left += [whole(40, history=8), whole(40, key_dim=64), whole(40, value_dim=64)]
+    answers = ask(*(f"inverts_whole(VerifyShape{x})" for x in (*taken, *left)))
+    assert answers == [1] * len(taken) + [0] * len(left)
+
+
+def test_an_inverted_matrix_takes_the_wide_tile_of_aligned_tensors_that_fit(ask):
+    layouts = [
+        f"choose_layout({whole(40)}, {tile}, {aligned}, {shared}).whole"
+        for tile, aligned, shared in (
+            (ROWS_128, "true", H200_BLOCK),
+            (ROWS_128, "false", H200_BLOCK),
+            (ROWS_64, "true", H200_BLOCK),
+            (ROWS_128, "true", 101376),  # of sm_89
+        )
+    ]
+    assert ask(*layouts) == [1, 0, 0, 0]
+    total = ask(f"choose_layout({whole(48)}, {ROWS_128}, true, {H200_BLOCK}).total")[0]
+    assert H200_SHARED // (total + 1024) == 2
 
 
 def test_what_has_no_wide_tile_takes_the_narrow_one(ask):
@@ -78,9 +113,6 @@ def test_a_choice_exists(ask):
                     )
                     asked.append(f"tile_exists({tile}, {value_dim}, {terms})")
     assert ask(*asked) == [1] * len(asked)
-
-
-H200_BLOCK = H200_SHARED - 1024  # the most of a block
 
 
 def best(nodes, state_bytes, rows, *, history=0, input_bytes=2):

@@ -184,16 +184,6 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
     const int state_bytes = dtype_bytes(p.state.dtype), input_bytes = dtype_bytes(p.dtype);
     const int terms = p.dtype == TREEWY_FLOAT32 ? 3 : p.dtype == TREEWY_FLOAT16 ? 2 : 1;
     const int64_t heads = int64_t{p.tree.batch} * p.state.value_heads;
-    int tile = p.tile;
-    if (tile == TREEWY_VERIFY_AUTO) {
-        tile = choose_tile(p.state.value_dim, state_bytes, terms, p.tree.max_nodes, heads,
-                           device.multiprocessors);
-    } else if (!tile_exists(tile, p.state.value_dim, terms)) {
-        return fail(TREEWY_UNSUPPORTED, "%s: tile %d is not for value_dim %d and dtype %d", kName,
-                    tile, p.state.value_dim, p.dtype);
-    }
-    // The only one for what is not aligned.
-    if (!all_aligned(p, tile)) tile = TREEWY_VERIFY_ROWS_64;
     const VerifyShape shape{p.state.key_dim,
                             p.state.value_dim,
                             p.tree.max_nodes,
@@ -201,11 +191,20 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
                             input_bytes,
                             state_bytes,
                             state_bytes == 4 || input_bytes == 4 ? 3 : 2};
-    VerifyLayout layout =
-        best_layout(shape, verify_tile(tile, state_bytes).rows, device.shared_bytes);
+    int tile = p.tile;
+    if (tile == TREEWY_VERIFY_AUTO) {
+        tile = choose_tile(shape, terms, inverts_whole(shape) && all_aligned(p, kWide), heads,
+                           device.multiprocessors);
+    } else if (!tile_exists(tile, p.state.value_dim, terms)) {
+        return fail(TREEWY_UNSUPPORTED, "%s: tile %d is not for value_dim %d and dtype %d", kName,
+                    tile, p.state.value_dim, p.dtype);
+    }
+    // The only one for what is not aligned.
+    if (!all_aligned(p, tile)) tile = TREEWY_VERIFY_ROWS_64;
+    VerifyLayout layout = choose_layout(shape, tile, all_aligned(p, tile), device.shared_bytes);
     if (layout.total > device.shared_bytes && p.tile == TREEWY_VERIFY_AUTO) {
         tile = TREEWY_VERIFY_ROWS_64;
-        layout = best_layout(shape, verify_tile(tile, state_bytes).rows, device.shared_bytes);
+        layout = choose_layout(shape, tile, all_aligned(p, tile), device.shared_bytes);
     }
     if (layout.total > device.shared_bytes) {
         return fail(

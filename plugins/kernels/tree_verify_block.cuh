@@ -66,7 +66,10 @@ struct VerifyTypes {
     static constexpr int kTiles = kTiles_;  // of 16 rows of V, a warp
     static constexpr int kWarps = kWarps_;  // that own rows
     static constexpr bool kOneBlock = kNodes == Nodes::kOneBlock;
+    static constexpr int kNodeBlocks = kOneBlock ? 1 : 0;  // 0: as the layout says
     static constexpr bool kAligned = kNodes != Nodes::kUnaligned;
+    static constexpr bool kHistory = !kOneBlock;
+    static constexpr int kMaskWords = kOneBlock ? 1 : TREEWY_MAX_NODES / 32;  // at most
     static constexpr int kRowThreads = kWarps * kWarp;
     static constexpr int kHelpers = kOneBlock ? 1 : 2;  // warps that prepare the nodes
     static constexpr int kHelperThreads = kHelpers * kWarp;
@@ -122,11 +125,17 @@ struct Shared {
     int mask_words;
 };
 
+// Node blocks of the largest tree of the call.
+template <typename Types>
+__device__ __forceinline__ int node_blocks(const VerifyArgs& args) {
+    return Types::kNodeBlocks > 0 ? Types::kNodeBlocks : args.layout.node_blocks;
+}
+
 template <typename Types>
 __device__ __forceinline__ Shared place_shared(const VerifyLayout& general) {
     unsigned char* base = shared_memory();
-    constexpr VerifyLayout kOne = Types::kLayout;
-    const VerifyLayout& layout = Types::kOneBlock ? kOne : general;
+    constexpr VerifyLayout kFixed = Types::kLayout;
+    const VerifyLayout& layout = Types::kNodeBlocks > 0 ? kFixed : general;
     Shared at;
     at.state = base + layout.state;
     at.keys = base + layout.keys;

@@ -98,6 +98,16 @@ struct Place {
 };
 
 template <typename Types>
+__device__ __forceinline__ Place find_place(const VerifyWork& work) {
+    Place at;
+    at.thread = static_cast<int>(threadIdx.x);
+    at.warp = at.thread / kWarp;
+    at.lane = at.thread % kWarp;
+    at.first = work.first_row + at.warp * Types::kWarpRows + 2 * Types::kTiles * (at.lane / 4);
+    return at;
+}
+
+template <typename Types>
 __device__ __forceinline__ int group_size(const VerifyArgs& args) {
     return Types::kOneBlock ? 1 : args.layout.group;
 }
@@ -139,7 +149,7 @@ __device__ __forceinline__ void copy_nodes(const VerifyArgs& args, const Shared&
     const treewy_tree_verify_params& p = args.params;
     const auto* keys = static_cast<const typename Types::Input*>(p.k) + work.row * p.k_stride[0] +
                        work.key_head * args.k.head;
-    const int blocks = Types::kOneBlock ? 1 : args.layout.node_blocks;
+    const int blocks = node_blocks<Types>(args);
     for (int d = 0; d < blocks; ++d) {
         load_nodes<Types>(shared.keys + d * kNodeBlock * Types::kInputRowBytes, keys, args.k.node,
                           d, p.tree.max_nodes, thread);
@@ -205,30 +215,56 @@ __device__ __forceinline__ void copy_values(const VerifyArgs& args, const Shared
     Values<Types>(shared, d, at.warp).copy(from, args.v.node, d, p.tree.max_nodes, at.lane);
 }
 
+// sum += A B over two steps.
+template <bool kApart, typename A, typename B>
+__device__ __forceinline__ void multiply_pair(float (&sum)[4], const FragmentA<A> (&a)[2],
+                                              const FragmentB<B>& b) {
+    if constexpr (kApart) {
+        // Tensor cores cut sums off: few of them at full size, the small first.
+        float part[4] = {};
+        multiply<1, kMaxOrder>(part, a[0], b, 0);
+        multiply<1, kMaxOrder>(part, a[1], b, 1);
+        multiply<0, 0>(part, a[0], b, 0);
+        multiply<0, 0>(part, a[1], b, 1);
+#pragma unroll
+        for (int at = 0; at < 4; ++at) sum[at] += part[at];
+    } else {
+        multiply<0, kMaxOrder>(sum, a[0], b, 0);
+        multiply<0, kMaxOrder>(sum, a[1], b, 1);
+    }
+}
+
+// Steps 2 pair and 2 pair + 1 of a warp's rows of the state.
+template <typename Types>
+__device__ __forceinline__ void load_state(
+    const Shared& shared, int pair, int warp, int lane,
+    FragmentA<typename Types::State> (&a)[Types::kTiles][2]) {
+    constexpr int kTiles = Types::kTiles, kStateRow = Types::kStateRowBytes;
+    const unsigned char* rows = shared.state + warp * Types::kWarpRows * kStateRow;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            a[i][odd] = load_a<typename Types::State, 2 * kTiles * kStateRow, kStateRow>(
+                rows + 2 * i * kStateRow, 2 * pair + odd, lane);
+        }
+    }
+}
+
 // S_0 [K_d; Q_d]^T of a warp's rows, as the sums come: total[0] for the keys, total[1] for the
 // queries of block r of the group. kColumns: 1 where the block has at most 8 nodes.
 template <typename Types, int kColumns>
 __device__ __forceinline__ void multiply_state(const Shared& shared, int d, int r, int warp,
                                                int lane, Tile<Types::kTiles> (&total)[2]) {
     using Input = typename Types::Input;
-    using State = typename Types::State;
-    constexpr int kTiles = Types::kTiles;
-    constexpr int kStateRow = Types::kStateRowBytes, kInputRow = Types::kInputRowBytes;
-    const unsigned char* rows = shared.state + warp * Types::kWarpRows * kStateRow;
+    constexpr int kTiles = Types::kTiles, kInputRow = Types::kInputRowBytes;
     const unsigned char* nodes_of[2] = {shared.keys + d * kNodeBlock * kInputRow,
                                         shared.queries + r * kNodeBlock * kInputRow};
     total[0] = total[1] = zero_tile<kTiles>();
 #pragma unroll Types::kUnroll
     for (int pair = 0; pair < Types::kKeyDim / 32; ++pair) {
-        FragmentA<State> a[kTiles][2];
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-            for (int odd = 0; odd < 2; ++odd) {
-                a[i][odd] = load_a<State, 2 * kTiles * kStateRow, kStateRow>(
-                    rows + 2 * i * kStateRow, 2 * pair + odd, lane);
-            }
-        }
+        FragmentA<typename Types::State> a[kTiles][2];
+        load_state<Types>(shared, pair, warp, lane, a);
 #pragma unroll
         for (int kind = 0; kind < 2; ++kind) {
 #pragma unroll
@@ -237,20 +273,7 @@ __device__ __forceinline__ void multiply_state(const Shared& shared, int d, int 
                     load_b<Input, kInputRow>(nodes_of[kind] + 8 * j * kInputRow, pair, lane);
 #pragma unroll
                 for (int i = 0; i < kTiles; ++i) {
-                    float (&sum)[4] = total[kind].x[i][j];
-                    if constexpr (Types::kSumApart) {
-                        // Tensor cores cut sums off: few of them at full size, the small first.
-                        float part[4] = {};
-                        multiply<1, kMaxOrder>(part, a[i][0], b, 0);
-                        multiply<1, kMaxOrder>(part, a[i][1], b, 1);
-                        multiply<0, 0>(part, a[i][0], b, 0);
-                        multiply<0, 0>(part, a[i][1], b, 1);
-#pragma unroll
-                        for (int at = 0; at < 4; ++at) sum[at] += part[at];
-                    } else {
-                        multiply<0, kMaxOrder>(sum, a[i][0], b, 0);
-                        multiply<0, kMaxOrder>(sum, a[i][1], b, 1);
-                    }
+                    multiply_pair<Types::kSumApart>(total[kind].x[i][j], a[i], b);
                 }
             }
         }
@@ -269,22 +292,23 @@ __device__ __forceinline__ void multiply_state(const Shared& shared, const Verif
 }
 
 // Makes those sums R and the first part of o: norms, decays, v and beta.
-template <typename Types>
+template <typename Types, typename Source>
 __device__ __forceinline__ void finish_state(const Shared& shared, const VerifyWork& work, int d,
-                                             const Place& at, Tile<Types::kTiles> (&total)[2]) {
-    const Values<Types> values(shared, d, at.warp);
+                                             int lane, const Source& values,
+                                             Tile<Types::kTiles>& rhs_of,
+                                             Tile<Types::kTiles>& out_of) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const int t = node_of(d, j, at.lane % 4, e);
+            const int t = node_of(d, j, lane % 4, e);
             const NodeFactors factor = shared.factors[t];
-            const auto v = values.at(j, e, at.lane);
+            const auto v = values.at(j, e, lane);
 #pragma unroll
             for (int i = 0; i < 2 * Types::kTiles; ++i) {
-                float& rhs = total[0].x[i / 2][j][i % 2 * 2 + e];
-                float& out = total[1].x[i / 2][j][i % 2 * 2 + e];
-                const float value = t < work.nodes ? as_float(v.x[i]) : 0.0f;
+                float& rhs = rhs_of.x[i / 2][j][i % 2 * 2 + e];
+                float& out = out_of.x[i / 2][j][i % 2 * 2 + e];
+                const float value = Source::kZeroed || t < work.nodes ? as_float(v.x[i]) : 0.0f;
                 rhs = factor.beta * (value - factor.key * rhs);
                 out *= factor.query;
             }
@@ -347,7 +371,7 @@ __device__ __forceinline__ void help(const VerifyArgs& args, const Shared& share
          next_group<Types>(args, work, group)) {
         __syncthreads();  // norms
         for (int r = helper; r < group.count; r += Types::kHelpers) {
-            make_factors(shared, group.first + r, lane);
+            if (lane < kNodeBlock) make_factor(shared, (group.first + r) * kNodeBlock + lane);
         }
         __syncthreads();  // weights and factors
         for (int r = helper; r < group.count; r += Types::kHelpers) {
@@ -401,7 +425,8 @@ __device__ __forceinline__ void solve_group(const VerifyArgs& args, const Shared
                 commit_copies();
             }
         }
-        finish_state<Types>(shared, work, d, at, total);
+        finish_state<Types>(shared, work, d, at.lane, Values<Types>(shared, d, at.warp), total[0],
+                            total[1]);
         sync_at<Types::kRowThreads + kWarp>(kInverseBarrier + r);
         solve_block<Types>(args, shared, work, group, r, d + 1 < blocks, at, total[0], total[1]);
         store_block<Types>(args, work, d, at.first, total[1], total[0], at.lane % 4);
@@ -457,11 +482,7 @@ __global__ void __launch_bounds__(Types::kThreads, Types::kMinBlocks)
     tree_verify_kernel(const __grid_constant__ VerifyArgs args) {
     const Shared shared = place_shared<Types>(args.layout);
     VerifyWork work = find_work<Types>(args);
-    Place at;
-    at.thread = static_cast<int>(threadIdx.x);
-    at.warp = at.thread / kWarp;
-    at.lane = at.thread % kWarp;
-    at.first = work.first_row + at.warp * Types::kWarpRows + 2 * Types::kTiles * (at.lane / 4);
+    const Place at = find_place<Types>(work);
     if (at.warp >= Types::kWarps) {
         help<Types>(args, shared, work, at.thread - Types::kRowThreads);
     } else {

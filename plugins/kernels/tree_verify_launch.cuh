@@ -5,6 +5,7 @@
 
 #include "tree_verify_kernel.cuh"
 #include "tree_verify_launch.h"
+#include "tree_verify_whole.cuh"
 
 namespace treewy {
 
@@ -24,9 +25,9 @@ inline NodeStrides node_strides(const int64_t (&stride)[3]) {
 }
 
 template <typename Types>
-treewy_status launch_types(const treewy_tree_verify_params& p, const VerifyLayout& layout,
-                           treewy_stream stream) {
-    prefer_shared_memory(tree_verify_kernel<Types>);
+treewy_status launch_kernel(void (*kernel)(VerifyArgs), const treewy_tree_verify_params& p,
+                            const VerifyLayout& layout, treewy_stream stream) {
+    prefer_shared_memory(kernel);
     const int tiles = p.state.value_dim / Types::kRows;
     const int ratio = p.state.value_heads / p.state.key_heads;
     VerifyArgs args{p,
@@ -43,8 +44,25 @@ treewy_status launch_types(const treewy_tree_verify_params& p, const VerifyLayou
     args.params.history.k_stride[0] = p.history.k_stride[1];
     args.params.history.g_stride[0] = p.history.g_stride[1];
     const Grid grid(int64_t{p.state.value_heads} * tiles, p.tree.batch);
-    return launch(kVerifyName, tree_verify_kernel<Types>, grid, Types::kThreads,
-                  static_cast<size_t>(layout.total), stream, args);
+    return launch(kVerifyName, kernel, grid, Types::kThreads, static_cast<size_t>(layout.total),
+                  stream, args);
+}
+
+template <typename Types>
+treewy_status launch_types(const treewy_tree_verify_params& p, const VerifyLayout& layout,
+                           treewy_stream stream) {
+    return launch_kernel<Types>(tree_verify_kernel<Types>, p, layout, stream);
+}
+
+template <typename Input>
+treewy_status launch_whole(const treewy_tree_verify_params& p, const VerifyLayout& layout,
+                           treewy_stream stream) {
+    if (layout.node_blocks == 2) {
+        using Types = WholeTypes<Input, 2>;
+        return launch_kernel<Types>(tree_verify_whole_kernel<Types>, p, layout, stream);
+    }
+    using Types = WholeTypes<Input, 3>;
+    return launch_kernel<Types>(tree_verify_whole_kernel<Types>, p, layout, stream);
 }
 
 // At most 16 nodes without a history: for the head dim of the models there are.
@@ -70,6 +88,9 @@ treewy_status launch_tile(int tile, const treewy_tree_verify_params& p, const Ve
                                                                                          stream);
     }
     if constexpr (sizeof(Input) == 2) {
+        if constexpr (kKeyDim == 128 && sizeof(State) == 4) {
+            if (layout.whole) return launch_whole<Input>(p, layout, stream);
+        }
         if (tile == TREEWY_VERIFY_ROWS_128) {
             constexpr int kTiles = sizeof(State) == 2 ? 2 : 1;
             return launch_blocks<Input, State, kKeyDim, kTiles, 8 / kTiles>(p, layout, stream);

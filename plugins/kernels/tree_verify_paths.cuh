@@ -169,14 +169,14 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
                                              const NodeInputs (&inputs)[Types::kNodesPerHelper],
                                              float A_log, float dt_bias, int thread) {
     constexpr int kEach = Types::kNodesPerHelper;
-    constexpr int kWords = Types::kOneBlock ? 1 : TREEWY_MAX_NODES / 32;
+    constexpr int kWords = Types::kMaskWords;
     const treewy_tree_verify_params& p = args.params;
-    const int nodes = (Types::kOneBlock ? 1 : args.layout.node_blocks) * kNodeBlock;
+    const int nodes = node_blocks<Types>(args) * kNodeBlock;
     double* sums = reinterpret_cast<double*>(shared.factors);
     const PathTable<kWords> table{sums, reinterpret_cast<int*>(sums + nodes), shared.ancestors,
                                   Types::kOneBlock ? 1 : shared.mask_words};
     double before = 0.0;
-    if (!Types::kOneBlock && work.history > 0) {
+    if (Types::kHistory && work.history > 0) {
         before = sum_history(args, shared, work, thread % kWarp, thread < kWarp);
     }
     PathEnd<kWords> paths[kEach];
@@ -227,10 +227,8 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
     __syncwarp();
 }
 
-// The factors of node block d, once its norms are known.
-__device__ __forceinline__ void make_factors(const Shared& shared, int d, int lane) {
-    if (lane >= kNodeBlock) return;
-    const int t = d * kNodeBlock + lane;
+// The factors of node t, once its norms are known.
+__device__ __forceinline__ void make_factor(const Shared& shared, int t) {
     const float from_root = decay_between(shared.path_sum[t], make_float2(0.0f, 0.0f));
     shared.factors[t] = {shared.beta[t], from_root * shared.key_norm[t],
                          from_root * shared.query_norm[t], from_root};

@@ -11,7 +11,9 @@
 namespace treewy {
 
 inline constexpr int kNodeBlock = 16;  // nodes that are solved at a time
-inline constexpr int kMaxGroup = 4;    // node blocks whose weights lie in shared memory at a time
+inline constexpr int kMaxWhole = 3;    // node blocks of a tree whose matrix is inverted at once
+inline constexpr int kWide = TREEWY_VERIFY_ROWS_128;
+inline constexpr int kMaxGroup = 4;  // node blocks whose weights lie in shared memory at a time
 
 // What the shared memory of a block depends on.
 struct VerifyShape {
@@ -53,10 +55,19 @@ struct VerifyLayout {
     int node_blocks;
     int history_blocks;
     int group;  // node blocks
+    bool whole;
     int total;
 };
 
 inline constexpr int ceil_blocks(int count, int size) { return (count + size - 1) / size; }
+
+// Whether the tree's whole matrix is inverted at once (tree_verify_whole.cuh), which pays where the
+// state is float32, with the wide tile; `shape` is of aligned tensors.
+inline constexpr bool inverts_whole(const VerifyShape& shape) {
+    return shape.key_dim == 128 && shape.value_dim % 128 == 0 && shape.input_bytes == 2 &&
+           shape.state_bytes == 4 && shape.history_capacity == 0 && shape.max_nodes > kNodeBlock &&
+           shape.max_nodes <= kMaxWhole * kNodeBlock;
+}
 
 // A warp has 32 rows of a bfloat16 state where the tile is wide, else 16.
 inline VerifyTile verify_tile(int tile, int state_bytes) {
@@ -72,14 +83,15 @@ inline bool tile_exists(int tile, int value_dim, int input_terms) {
 
 // The tile of AUTO. Few blocks: 64 rows, so that more multiprocessors have something to do. Many:
 // 128, so that less work is done twice. A float32 state of 128 rows leaves too little shared
-// memory, except where there is little to compute.
-inline int choose_tile(int value_dim, int state_bytes, int input_terms, int max_nodes,
-                       int64_t batch_heads, int multiprocessors) {
-    const int wide = TREEWY_VERIFY_ROWS_128;
-    if (!tile_exists(wide, value_dim, input_terms)) return TREEWY_VERIFY_ROWS_64;
-    if (state_bytes == 4 && max_nodes > kNodeBlock / 2) return TREEWY_VERIFY_ROWS_64;
-    const int64_t blocks = batch_heads * (value_dim / 128);
-    return blocks >= multiprocessors ? wide : TREEWY_VERIFY_ROWS_64;
+// memory, except where there is little to compute or the whole matrix is inverted.
+inline int choose_tile(const VerifyShape& shape, int input_terms, bool whole, int64_t batch_heads,
+                       int multiprocessors) {
+    if (!tile_exists(kWide, shape.value_dim, input_terms)) return TREEWY_VERIFY_ROWS_64;
+    if (shape.state_bytes == 4 && shape.max_nodes > kNodeBlock / 2 && !whole) {
+        return TREEWY_VERIFY_ROWS_64;
+    }
+    const int64_t blocks = batch_heads * (shape.value_dim / 128);
+    return blocks >= multiprocessors ? kWide : TREEWY_VERIFY_ROWS_64;
 }
 
 // Pairs (node block of a group, block before it or itself), history blocks counted.
@@ -87,12 +99,15 @@ inline constexpr int group_pairs(int group, int node_blocks, int history_blocks)
     return group * (history_blocks + node_blocks) - group * (group - 1) / 2;
 }
 
-inline constexpr VerifyLayout verify_layout(const VerifyShape& shape, int rows, int group) {
+// `whole`: for the kernel that inverts the tree's whole matrix, which keeps v and U in registers.
+inline constexpr VerifyLayout verify_layout(const VerifyShape& shape, int rows, int group,
+                                            bool whole = false) {
     VerifyLayout at{};
     at.node_blocks = ceil_blocks(shape.max_nodes, kNodeBlock);
     at.history_blocks = ceil_blocks(shape.history_capacity, kNodeBlock);
     at.mask_words = ceil_blocks(at.node_blocks * kNodeBlock, 32);
     at.group = group < at.node_blocks ? group : at.node_blocks;
+    at.whole = whole;
     const int nodes = at.node_blocks * kNodeBlock, entries = at.history_blocks * kNodeBlock;
     int end = 0;
     const auto place = [&end](int bytes) {
@@ -104,16 +119,18 @@ inline constexpr VerifyLayout verify_layout(const VerifyShape& shape, int rows, 
     at.keys = place(nodes * shape.key_dim * shape.input_bytes);
     at.queries = place(at.group * kNodeBlock * shape.key_dim * shape.input_bytes);
     const int value_blocks = at.node_blocks > 1 ? 2 : 1;
-    at.values = place(value_blocks * kNodeBlock * rows * shape.input_bytes);
+    at.values = place(whole ? 0 : value_blocks * kNodeBlock * rows * shape.input_bytes);
     const int pairs = group_pairs(at.group, at.node_blocks, at.history_blocks);
     const int weights = pairs * 2 * shape.weight_terms * 512;
-    if (at.node_blocks == 1 && at.history_blocks == 0 && weights <= at.values - at.queries) {
+    if (!whole && at.node_blocks == 1 && at.history_blocks == 0 &&
+        weights <= at.values - at.queries) {
         at.weights = at.queries;  // see work_rows
     } else {
         at.weights = place(weights);
     }
     at.dense = place(at.group * 2 * 64 * 4);
-    at.known_u = place((at.node_blocks - 1) * shape.weight_terms * rows * kNodeBlock * 2);
+    at.known_u =
+        place(whole ? 0 : (at.node_blocks - 1) * shape.weight_terms * rows * kNodeBlock * 2);
     at.history_keys = place(entries * shape.key_dim * 4);
     at.history_sum = place(entries * 8);
     at.path_sum = place(nodes * 8);
@@ -141,6 +158,17 @@ inline VerifyLayout best_layout(const VerifyShape& shape, int rows, int shared_b
         if ((shared_bytes + kOwn) / (layout.total + kOwn) >= blocks) best = layout;
     }
     return best;
+}
+
+// The layout of a tile; `aligned`: the tensors allow what inverts_whole takes for granted.
+inline VerifyLayout choose_layout(const VerifyShape& shape, int tile, bool aligned,
+                                  int shared_bytes) {
+    const int rows = verify_tile(tile, shape.state_bytes).rows;
+    if (tile == kWide && aligned && inverts_whole(shape)) {
+        const VerifyLayout whole = verify_layout(shape, rows, kMaxWhole, true);
+        if (whole.total <= shared_bytes) return whole;
+    }
+    return best_layout(shape, rows, shared_bytes);
 }
 
 }  // namespace treewy

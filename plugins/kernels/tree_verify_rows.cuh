@@ -78,6 +78,7 @@ __device__ __forceinline__ TileTerms<kTerms, kTiles> split_tile(const Tile<kTile
 template <typename Types>
 struct Values {
     using Input = typename Types::Input;
+    static constexpr bool kZeroed = false;  // beyond the real nodes
     static constexpr int kNodeBytes = Types::kWarpRows * static_cast<int>(sizeof(Input));
     static constexpr int kChunks = kNodeBytes / 16;
 

@@ -50,7 +50,7 @@ __device__ __forceinline__ StateRow<Types::kKeyDim> state_before(const VerifyArg
         state.x[i] = row_element<State>(from, kWarp * i + lane, row >> Types::kStateShift);
     }
     const int64_t stride = int64_t{p.state.value_heads} * p.state.value_dim;
-    for (int entry = 0; entry < work.history; ++entry) {
+    for (int entry = 0; Types::kHistory && entry < work.history; ++entry) {
         const float u = p.history.u[work.slot * p.history.u_stride[0] + entry * stride +
                                     work.head * int64_t{p.state.value_dim} + work.first_row + row];
         float key[kKeyDim / kWarp];

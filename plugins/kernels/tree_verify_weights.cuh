@@ -18,6 +18,19 @@ __device__ __forceinline__ uint4* weights_at(const Shared& shared, int pair, int
     return shared.weights + (pair * 2 + kind) * kTerms * kWarp;
 }
 
+// Of queries: K^-1/2.
+template <int kKeyDim>
+__device__ __forceinline__ constexpr float key_scale() {
+    return kKeyDim == 256 ? 0.0625f : kKeyDim == 64 ? 0.125f : 0.08838834764831845f;
+}
+
+// scale / |x| of a row's sum of squares.
+__device__ __forceinline__ float inverse_norm(float sum, float scale) {
+    const float square = sum + kNormEps, y = rsqrtf(square);
+    const float inverse = y * fmaf(-0.5f * square * y, y, 1.5f);  // to the last place or so
+    return scale * (square <= FLT_MAX ? inverse : y);
+}
+
 // scale / |x| of the 16 rows of a node block, by one warp: 8 lanes a row.
 template <typename Types>
 __device__ __forceinline__ void measure_rows(float* to, const unsigned char* rows, float scale,
@@ -49,20 +62,13 @@ __device__ __forceinline__ void measure_rows(float* to, const unsigned char* row
     }
     if (lane % 8 != 0) return;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float square = sum[i] + kNormEps, y = rsqrtf(square);
-        const float inverse = y * fmaf(-0.5f * square * y, y, 1.5f);  // to the last place or so
-        to[4 * i + lane / 8] = scale * (square <= FLT_MAX ? inverse : y);
-    }
+    for (int i = 0; i < 4; ++i) to[4 * i + lane / 8] = inverse_norm(sum[i], scale);
 }
 
 // Norms of node blocks: of the keys of all `blocks` where `keys`, of the queries of the group.
 template <typename Types>
 __device__ __forceinline__ void measure_norms(const Shared& shared, const Group& group, bool keys,
                                               int blocks, int warp, int lane) {
-    constexpr float kScale = Types::kKeyDim == 256  ? 0.0625f
-                             : Types::kKeyDim == 64 ? 0.125f
-                                                    : 0.08838834764831845f;
     constexpr int kBlockBytes = kNodeBlock * Types::kInputRowBytes;
     const int key_blocks = keys ? blocks : 0;
     for (int i = warp; i < key_blocks + group.count; i += Types::kWarps) {
@@ -72,7 +78,8 @@ __device__ __forceinline__ void measure_norms(const Shared& shared, const Group&
                                 1.0f, lane);
         } else {
             measure_rows<Types>(shared.query_norm + (group.first + r) * kNodeBlock,
-                                shared.queries + r * kBlockBytes, kScale, lane);
+                                shared.queries + r * kBlockBytes, key_scale<Types::kKeyDim>(),
+                                lane);
         }
     }
 }
@@ -229,7 +236,7 @@ __device__ __forceinline__ void couple_group(const Shared& shared, const Group& 
         const unsigned char* rows =
             kind == 0 ? shared.keys + d * kBlockBytes : shared.queries + r * kBlockBytes;
         float dot[2][4];
-        for (int at = 0; at < group.history_blocks; ++at) {
+        for (int at = 0; Types::kHistory && at < group.history_blocks; ++at) {
             if (turn++ % kTurns != 0) continue;
             const Target target{weights_at<kTerms>(shared, base + at, kind), nullptr};
             dot_keys<Types, true>(shared, rows, at * kNodeBlock, lane, dot);

@@ -69,6 +69,20 @@ def test_verify_equals_the_reference(gpu, nodes, types):
         suite.check_verify(gpu, case, pad=((0, 0), (8, 1), (1, 1))[index])
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("nodes", [17, 32, 33, 40, 48])
+def test_verify_by_the_inverse_of_the_whole_matrix(gpu, nodes, dtype):
+    """The kernel of float32 states and 17 to 48 nodes, which takes the wide tile of many blocks."""
+    for index, decay in enumerate(DECAYS):
+        case = TreeCase(
+            nodes + index, Dims(4, 8, 128, 128), nodes, dtype=dtype, decay=decay,
+            shape=SHAPES[(nodes + index) % 4], batch=24, slots=40, pads=index,
+        )  # fmt: skip
+        suite.check_verify(gpu, case, pad=((0, 0), (8, 8))[index % 2])
+    suite.check_verify_oracle(gpu, case)
+    suite.check_verify_poison(gpu, case, float("nan"))
+
+
 @pytest.mark.parametrize("types", TYPES, ids=types_id)
 @pytest.mark.parametrize("capacity", [1, 8, 16, 17, 40])
 def test_verify_with_a_history(gpu, capacity, types):
