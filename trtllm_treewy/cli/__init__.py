@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import bench, build, doctor, generate, plan, serve
+from . import bench, build, doctor, generate, plan, serve, triton_repo
 from .arguments import parse
 from .flags import in_flags
 from .program import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USER_ERROR
@@ -21,6 +21,7 @@ COMMANDS = {
     "build": build.run,
     "serve": serve.run,
     "bench serve": bench.run,
+    "triton-repo": triton_repo.run,
     "plan": plan.run,
     "doctor": doctor.run,
 }

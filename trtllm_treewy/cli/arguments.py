@@ -24,6 +24,7 @@ from .program import EXIT_USER_ERROR, PROGRAM
 from .serve_arguments import add_serve
 from .sizes import parse_size
 from .streams import write_error
+from .triton_arguments import add_triton_repo
 
 DEFAULT_MAX_TOKENS = 128
 DEFAULT_CONTEXT_LENGTH = 32768
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serve(commands.add_parser)
     add_bench(commands.add_parser)
     add_build(commands.add_parser, EPILOG)
+    add_triton_repo(commands.add_parser)
     _add_plan(commands.add_parser)
     _add_doctor(commands.add_parser)
     return parser

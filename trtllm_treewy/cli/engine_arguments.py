@@ -20,8 +20,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 EPILOG = "TREEWY_DEBUG=1 in the environment shows an error with its traceback."
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Types, place and limits of the engine."""
+def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> None:
+    """Types, place and limits of the engine; without `device` someone else decides the place."""
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--dtype",
@@ -36,11 +36,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="of the recurrent state (default: %(default)s, which is float32)",
     )
-    engine.add_argument(
-        "--device",
-        metavar="NAME",
-        help="cpu, cuda, cuda:1, ... (default: a GPU if torch finds one)",
-    )
+    if device:
+        engine.add_argument(
+            "--device",
+            metavar="NAME",
+            help="cpu, cuda, cuda:1, ... (default: a GPU if torch finds one)",
+        )
     engine.add_argument(
         "--max-batch-size",
         type=positive,

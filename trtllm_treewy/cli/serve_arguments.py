@@ -61,26 +61,31 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--max-queue",
-        type=positive,
-        default=256,
-        metavar="N",
-        help="requests that may wait beyond those that run; more get 429 (default: %(default)s)",
-    )
-    limits.add_argument(
+    add_limits(parser).add_argument(
         "--max-body-size",
         type=parse_size,
         default=4 << 20,
         metavar="SIZE",
         help="longest body of a request, such as 512KiB; longer ones get 413 (default: 4MiB)",
     )
+
+
+def add_limits(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Limits of every server of an engine, whatever its protocol."""
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-queue",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="requests that may wait beyond those that run; more are refused (default: "
+        "%(default)s)",
+    )
     limits.add_argument(
         "--max-prompt-tokens",
         type=positive,
         metavar="N",
-        help="longest prompt; longer ones get 400 (default: what --max-seq-len leaves)",
+        help="longest prompt; longer ones are refused (default: what --max-seq-len leaves)",
     )
     limits.add_argument(
         "--shutdown-timeout",
@@ -89,6 +94,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time that running requests get to finish at the end (default: %(default)s)",
     )
+    return limits
 
 
 def _port(text: str) -> int:

@@ -44,6 +44,7 @@ class GenerationRequest:
         include_usage: close a stream with an event that says the usage.
         wants_logprobs: send log probabilities.
         template_options: extra variables for the chat template.
+        bad_words: texts that may not come; each must be one token.
     """
 
     model: str
@@ -56,6 +57,7 @@ class GenerationRequest:
     include_usage: bool
     wants_logprobs: bool
     template_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
 
     @property
     def is_chat(self) -> bool:

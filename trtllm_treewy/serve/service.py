@@ -7,7 +7,7 @@ import contextlib
 import inspect
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..outputs import RequestOutput
@@ -108,6 +108,8 @@ class Service:
         if request.messages is not None:
             # A chat template writes the special tokens itself.
             prompts, special = [self._render(request)], False
+        if request.bad_words:
+            request = replace(request, settings=request.settings | self._bad_tokens(request))
         handles: list[Handle] = []
         for prompt in prompts:
             ids = self._tokens(prompt, special)
@@ -120,6 +122,19 @@ class Service:
                     setattr(handle.request, name, value)
                 handles.append(handle)
         return handles
+
+    def _bad_tokens(self, request: GenerationRequest) -> dict[str, Any]:
+        tokens = []
+        for word in request.bad_words:
+            ids = self.llm.tokenizer.encode(word, add_special_tokens=False)
+            if len(ids) != 1:
+                raise invalid(
+                    "bad_words",
+                    f"bad_words: {word!r} is {len(ids)} tokens, expected 1: this version forbids "
+                    "single tokens",
+                )
+            tokens += ids
+        return {"bad_token_ids": tokens}
 
     def _tokens(self, prompt: Any, special: bool) -> Sequence[int]:
         if isinstance(prompt, str):

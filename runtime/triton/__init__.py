@@ -1,0 +1,1 @@
+"""Triton Inference Server: the model repository, and the model that its Python backend runs."""

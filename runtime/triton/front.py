@@ -1,0 +1,136 @@
+"""One engine for all requests of a model instance: an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from typing import Any, Protocol
+
+from trtllm_treewy.cli.drafts import speculation_of
+from trtllm_treewy.cli.loading import loaded_llm
+from trtllm_treewy.serve.errors import ApiError
+from trtllm_treewy.serve.service import ServerSettings, Service, merge
+
+from .answers import Answer
+from .requests import TritonRequest
+
+
+class Responder(Protocol):
+    """Where the responses to one request go; `model.py` has Triton's."""
+
+    def send(self, values: Mapping[str, Any], final: bool) -> None: ...
+    def fail(self, error: ApiError) -> None: ...
+    def cancelled(self) -> bool: ...
+    def end_cancelled(self) -> None: ...
+
+
+class Front:
+    """A model, its engine thread, and the requests that run.
+
+    Args:
+        settings: as `read_parameters` gives them.
+        directory: of the checkpoint or the engine.
+        model: what Triton calls it.
+
+    Raises:
+        FileNotFoundError, ValueError, MemoryError: what `LLM` raises.
+    """
+
+    def __init__(self, settings: argparse.Namespace, directory: Path, model: str) -> None:
+        self.model, self.settings = model, settings
+        self._running: dict[asyncio.Task[None], Responder] = {}
+        with ExitStack() as stack:
+            speculation = speculation_of(settings, str(directory))
+            llm = stack.enter_context(
+                loaded_llm(settings, str(directory), speculation, settings.max_batch_size)
+            )
+            self.service = Service(
+                llm,
+                ServerSettings(
+                    model_name=model,
+                    max_queue=settings.max_queue,
+                    max_prompt_tokens=settings.max_prompt_tokens,
+                    shutdown_seconds=settings.shutdown_timeout,
+                ),
+            )
+            stack.callback(self.service.close)
+            self._stack = stack.pop_all()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="treewy-requests", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can run any more; None while it can."""
+        engine = self.service.engine
+        if engine.alive:
+            return None
+        return engine.failure or "the engine thread has ended"
+
+    def start(self, request: TritonRequest, responder: Responder) -> None:
+        """Runs a request; from any thread. It ends with one last response, whatever happens."""
+        self._loop.call_soon_threadsafe(self._start, request, responder)
+
+    def end_cancelled(self) -> None:
+        """Ends the requests whose clients have given up; from a thread that may wait for Triton."""
+        for task, responder in list(self._running.items()):
+            if responder.cancelled():
+                self._loop.call_soon_threadsafe(task.cancel)
+
+    def close(self) -> None:
+        """Lets running requests finish, up to `shutdown_timeout`, then ends the engine."""
+        engine, seconds = self.service.engine, self.settings.shutdown_timeout
+        engine.drain()
+        asyncio.run_coroutine_threadsafe(engine.drained(seconds), self._loop).result()
+        engine.close()
+        asyncio.run_coroutine_threadsafe(self._answered(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._stack.close()
+
+    # --- event loop ---
+
+    def _start(self, request: TritonRequest, responder: Responder) -> None:
+        task = self._loop.create_task(_Run(self.service, request, responder).run())
+        self._running[task] = responder
+        task.add_done_callback(self._running.pop)
+
+    async def _answered(self) -> None:
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+
+class _Run:
+    """One request from its start to its last response."""
+
+    def __init__(self, service: Service, request: TritonRequest, responder: Responder) -> None:
+        self._service, self._request, self._responder = service, request, responder
+
+    async def run(self) -> None:
+        last: Callable[[], None]
+        try:
+            await self._generate()
+            return
+        except asyncio.CancelledError:
+            last = self._responder.end_cancelled
+        except ApiError as error:
+            last = lambda reason=error: self._responder.fail(reason)  # noqa: E731
+        except Exception as error:  # whatever it is, the client must not wait for ever
+            reason = ApiError(500, f"internal error: {type(error).__name__}: {error}")
+            last = lambda: self._responder.fail(reason)  # noqa: E731
+        last()
+
+    async def _generate(self) -> None:
+        answer = Answer(self._request)
+        streams = await self._service.start(self._request.generation)
+        async with aclosing(merge(streams)) as outputs:
+            async for _, output in outputs:
+                values = answer.values(output)
+                if values is not None:
+                    self._responder.send(values, output.finished)

@@ -1,0 +1,109 @@
+"""The parameters in `config.pbtxt`: the flags of the command line, with underscores.
+
+One parser reads both, so that a repository is written with the checks that it is loaded with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from trtllm_treewy.cli.engine_arguments import add_drafts, add_engine, check_drafts
+from trtllm_treewy.cli.serve_arguments import add_limits
+
+# Parameters that Triton's Python backend reads itself.
+_TRITONS = frozenset(("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"))
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """What may be set of a model, as flags."""
+    answers = parser.add_argument_group("answers")
+    answers.add_argument(
+        "--exclude-input-in-output",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="leave the prompt out of text_output where a request does not say (default: on)",
+    )
+    add_limits(parser)
+    add_drafts(parser)
+    # Triton decides the place: an instance runs on the GPU that its instance group gives it.
+    add_engine(parser, device=False)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors as exceptions, in the words of the configuration."""
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"argument (?=--)", "parameter ", message)
+        raise ValueError(re.sub(r"--[a-z][a-z-]*", lambda flag: _name(flag[0]), message))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Reads parameters that were turned into flags."""
+    reader = _Parser(prog="config.pbtxt", add_help=False, allow_abbrev=False)
+    reader.add_argument("--model", required=True)
+    add_settings(reader)
+    return reader
+
+
+def parameters_of(args: argparse.Namespace) -> dict[str, str]:
+    """The parameters that say what `args` says; what is as it is by default is left out."""
+    return {
+        action.dest: _text(getattr(args, action.dest))
+        for action in parser()._actions
+        if getattr(args, action.dest) != action.default
+    }
+
+
+def read_parameters(parameters: Mapping[str, Any]) -> argparse.Namespace:
+    """The settings, checked, as the command line would give them.
+
+    Args:
+        parameters: of the model configuration: `{name: {"string_value": text}}`.
+
+    Raises:
+        ValueError: a parameter that is not known, or a value that is not usable.
+    """
+    reader = parser()
+    flags = list(_flags(reader, parameters))
+    args = reader.parse_args(flags)
+    args.usage_error = reader.error
+    args.quiet = True
+    check_drafts(args)
+    return args
+
+
+def _flags(reader: argparse.ArgumentParser, parameters: Mapping[str, Any]) -> Iterator[str]:
+    known = {action.dest: action for action in reader._actions}
+    for name, value in parameters.items():
+        if name in _TRITONS:
+            continue
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"unknown parameter {name}{hint}")
+        text = value.get("string_value", "") if isinstance(value, Mapping) else str(value)
+        if not text:
+            continue  # as a template leaves what nobody filled in
+        flag = f"--{name.replace('_', '-')}"
+        if known[name].nargs != 0:
+            yield f"{flag}={text}"
+        elif text.lower() in ("true", "false"):
+            given = text.lower() == "true"
+            if given or flag.replace("--", "--no-", 1) in known[name].option_strings:
+                yield flag if given else flag.replace("--", "--no-", 1)
+        else:
+            raise ValueError(f"parameter {name} must be true or false, got {text!r}")
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
