@@ -7,20 +7,17 @@ of the runtime; TensorRT-RTX (96 MB) has the parser and the builder.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 
-import pytest
+import downloads
 
+REQUIRED = "TREEWY_REQUIRE_TENSORRT"
 RUNTIMES = {"10": ("cu12", "10.16.1.11"), "11": ("cu13", "11.4.0.106")}
 RTX = "1.7.1.116"
 
 
 def unavailable(reason):
-    if os.environ.get("TREEWY_REQUIRE_TENSORRT") == "1":
-        pytest.fail(reason)
-    pytest.skip(reason)
+    downloads.unavailable(REQUIRED, reason)
 
 
 def lean_runtime(name, repository):
@@ -40,15 +37,4 @@ def _folder(place, version, names):
     if not sys.platform.startswith("linux") or os.uname().machine != "x86_64":
         unavailable("these packages are for Linux on x86-64")
     python = f"{sys.version_info[0]}{sys.version_info[1]}"
-    folder = place / f"{version}-cp{python}"
-    if not folder.is_dir():
-        part = folder.with_name(f"{folder.name}.{os.getpid()}")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        run = subprocess.run(
-            [*command, "--target", str(part), *names], capture_output=True, text=True
-        )
-        if run.returncode != 0:
-            shutil.rmtree(part, ignore_errors=True)
-            unavailable(f"{' and '.join(names)} could not be had: {run.stderr[-300:]}")
-        part.rename(folder)
-    return folder
+    return downloads.downloaded(place / f"{version}-cp{python}", names, REQUIRED)

@@ -41,7 +41,6 @@ class Front:
     """
 
     def __init__(self, settings: argparse.Namespace, directory: Path, model: str) -> None:
-        self.model, self.settings = model, settings
         self._running: dict[asyncio.Task[None], Responder] = {}
         with ExitStack() as stack:
             speculation = speculation_of(settings, str(directory))
@@ -54,7 +53,6 @@ class Front:
                     model_name=model,
                     max_queue=settings.max_queue,
                     max_prompt_tokens=settings.max_prompt_tokens,
-                    shutdown_seconds=settings.shutdown_timeout,
                 ),
             )
             stack.callback(self.service.close)
@@ -84,11 +82,8 @@ class Front:
                 self._loop.call_soon_threadsafe(task.cancel)
 
     def close(self) -> None:
-        """Lets running requests finish, up to `shutdown_timeout`, then ends the engine."""
-        engine, seconds = self.service.engine, self.settings.shutdown_timeout
-        engine.drain()
-        asyncio.run_coroutine_threadsafe(engine.drained(seconds), self._loop).result()
-        engine.close()
+        """Ends the engine; a request that still runs is told so."""
+        self.service.engine.close()
         asyncio.run_coroutine_threadsafe(self._answered(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -7,6 +7,7 @@ when it is initialised, and not before: Triton also imports this to ask for a co
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,9 +72,9 @@ class TritonPythonModel:
         return engine.alive and not engine.draining
 
     def finalize(self) -> None:
-        """The end, once Triton has no more requests for this instance, or no more patience."""
-        self._front.close()
+        """The end: Triton lets the requests that run finish first, and takes no new ones."""
         self._watch.close()
+        self._front.close()
         self._mirror.close()
 
     def _parse(self, request: Any) -> TritonRequest:
@@ -100,10 +101,16 @@ class TritonPythonModel:
 
 
 class TritonResponder:
-    """The responses to one request."""
+    """The responses to one request.
+
+    With the last response Triton frees what a sender points to, and a question after that takes
+    the whole server down; so it is asked under the lock that the last response is sent with.
+    """
 
     def __init__(self, utils: Any, sender: Any) -> None:
         self._utils, self._sender = utils, sender
+        self._mutex = threading.Lock()
+        self._ended = False
 
     def send(self, values: Mapping[str, Any], final: bool) -> None:
         """A response with `values` by output name; the last one if `final`."""
@@ -120,7 +127,8 @@ class TritonResponder:
 
     def cancelled(self) -> bool:
         """Whether the client has cancelled, or has gone."""
-        return bool(self._sender.is_cancelled())
+        with self._mutex:
+            return not self._ended and bool(self._sender.is_cancelled())
 
     def end_cancelled(self) -> None:
         """The last response to a request that was cancelled."""
@@ -132,7 +140,9 @@ class TritonResponder:
 
     def _respond(self, response: Any, final: bool) -> None:
         flags = self._utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-        self._sender.send(response, flags=flags)
+        with self._mutex:
+            self._ended = final
+            self._sender.send(response, flags=flags)
 
 
 def _device(args: Mapping[str, str]) -> str:

@@ -23,6 +23,8 @@ _MODEL_PY = '''"""What Triton runs; the settings are in ../config.pbtxt."""
 
 import sys
 
+# The folder that tritonserver was started in comes first, and may be a checkout of the sources.
+sys.path[:] = [place for place in sys.path if place]
 try:
     from trtllm_treewy.runtime.triton.model import TritonPythonModel
 except ModuleNotFoundError as error:

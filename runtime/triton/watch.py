@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from .front import Front
-from .metrics import MetricsMirror
+if TYPE_CHECKING:
+    from .front import Front
+    from .metrics import MetricsMirror
 
 # Triton's Python backend tells of a cancellation only when it is asked.
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.1
 METRICS_SECONDS = 1.0
 
 
 class Watch:
     """A thread beside the requests, which Triton's answers do not hold up.
+
+    It ends the process where the server that started it has gone: a server that crashed, or that
+    was killed, leaves the processes of its models behind, with the GPU's memory.
 
     Args:
         front: whose requests and engine.
@@ -29,17 +35,20 @@ class Watch:
         self._front, self._mirror, self._on_failure = front, mirror, on_failure
         self._end = threading.Event()
         self._told = False
+        self._parent = os.getppid()
         self._thread = threading.Thread(target=self._run, name="treewy-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Brings the metrics up to date once more, and ends the thread."""
+        """Ends the thread."""
         self._end.set()
         self._thread.join()
 
     def _run(self) -> None:
         due = 0.0
         while not self._end.wait(POLL_SECONDS):
+            if os.getppid() != self._parent:
+                os._exit(1)  # nobody is there to say anything to
             self._front.end_cancelled()
             if time.monotonic() >= due:
                 self._mirror.update()

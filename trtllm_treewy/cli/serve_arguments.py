@@ -61,12 +61,20 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    add_limits(parser).add_argument(
+    limits = add_limits(parser)
+    limits.add_argument(
         "--max-body-size",
         type=parse_size,
         default=4 << 20,
         metavar="SIZE",
         help="longest body of a request, such as 512KiB; longer ones get 413 (default: 4MiB)",
+    )
+    limits.add_argument(
+        "--shutdown-timeout",
+        type=positive,
+        default=30,
+        metavar="SECONDS",
+        help="time that running requests get to finish at the end (default: %(default)s)",
     )
 
 
@@ -86,13 +94,6 @@ def add_limits(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         type=positive,
         metavar="N",
         help="longest prompt; longer ones are refused (default: what --max-seq-len leaves)",
-    )
-    limits.add_argument(
-        "--shutdown-timeout",
-        type=positive,
-        default=30,
-        metavar="SECONDS",
-        help="time that running requests get to finish at the end (default: %(default)s)",
     )
     return limits
 
