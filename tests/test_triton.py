@@ -1,7 +1,8 @@
 """A real Triton server with the shipped model on the CPU, and Triton's own clients.
 
-The repository is moved after it was written, and all of this runs in the new place. With `-m slow`
-the load run takes three minutes, or as many seconds as TREEWY_LOAD_SECONDS says.
+The repository is written and served with the arguments of examples/kubernetes/smoke.yaml, and is
+moved in between. With `-m slow` the load run takes three minutes, or as many seconds as
+TREEWY_LOAD_SECONDS says.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import os
 import shutil
 import socket
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 from serving import ENGINE, until
 
+yaml = pytest.importorskip("yaml", reason="the extra test is not installed")
 pytest.importorskip("httpx", reason="the extra test is not installed")
 grpc = pytest.importorskip("tritonclient.grpc", reason="the extra test is not installed")
 http = pytest.importorskip("tritonclient.http", reason="the extra test is not installed")
@@ -29,11 +30,13 @@ from triton_load import Load, infer_inputs, text_of
 from trtllm_treewy import LLM, SamplingParams
 from trtllm_treewy.cli import main
 
+MODEL = "treewy-tiny"
 PROMPT = "The location of the error log"
 PROMPTS = [f"{words} the server" for words in ("When", "If", "After", "Before", "While", "Once")]
 # Long enough to be there when it is looked for, whatever the machine.
 ENDLESS = {"text_input": PROMPT, "max_tokens": 4000, "ignore_eos": True}
-FLAGS = ["--dtype", "float32", "--draft-tree-widths", "2,2,2", "--cpu", "--quiet"]
+FLAGS = ["--dtype", "float32", "--draft-tree-widths", "2,2,2", "--max-batch-size", "4"]
+FLAGS += ["--max-queue", "64", "--quiet"]
 # A model whose engine dies when it is told to.
 MORTAL = """
 class TritonPythonModel(TritonPythonModel):
@@ -48,17 +51,22 @@ class TritonPythonModel(TritonPythonModel):
 """
 
 
-def write(model, repository, name, *flags):
-    assert main(["triton-repo", str(model), "--output", str(repository), "--name", name, *flags]) == 0
+@pytest.fixture(scope="module")
+def pod(repository):
+    """The pod of the smoke run on Kubernetes."""
+    text = (repository / "examples" / "kubernetes" / "smoke.yaml").read_text()
+    return yaml.safe_load(text)["spec"]
 
 
 @pytest.fixture(scope="module")
-def models(shipped_model, tmp_path_factory):
+def models(pod, shipped_model, tmp_path_factory):
     """Written in one place, served from another."""
     written = tmp_path_factory.mktemp("written") / "models"
-    small = ["--max-batch-size", "4", "--max-queue", "64"]
-    write(shipped_model, written, "tiny", *FLAGS, *small, "--max-seq-len", "4096")
-    write(shipped_model, written, "pair", *FLAGS, *small, "--max-seq-len", "512", "--replicas", "2")
+    places = {"/opt/treewy-tiny": str(shipped_model), "/models": str(written)}
+    command = [places.get(word, word) for word in pod["initContainers"][0]["args"]]
+    assert main([*command, *FLAGS, "--max-seq-len", "4096"]) == 0
+    pair = ["--name", "pair", "--replicas", "2", "--max-seq-len", "512"]
+    assert main([*command, *FLAGS, *pair]) == 0
     with (written / "pair" / "1" / "model.py").open("a") as file:
         file.write(MORTAL)
     folder = tmp_path_factory.mktemp("moved") / "elsewhere"
@@ -67,18 +75,15 @@ def models(shipped_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def started(models, repository):
-    """The server, whose first model is loaded while other things are done."""
+def started(pod, models, repository):
+    """The server, which loads its model while other things are done."""
     site = triton_server.installed(repository)
-    server = triton_server.TritonServer(
-        site, models.parent / "server", models, "--model-control-mode=explicit"
-    )
-    loading = threading.Thread(target=lambda: server.wait_until_live() and server.load("tiny"))
-    loading.start()
+    flags = pod["containers"][0]["args"]
+    assert flags[0] == "--model-repository=/models"
+    server = triton_server.TritonServer(site, models.parent / "server", models, *flags[1:])
     try:
-        yield server, loading
+        yield server
     finally:
-        loading.join()
         server.kill()
 
 
@@ -91,10 +96,7 @@ def llm(started, shipped_model):
 
 @pytest.fixture(scope="module")
 def server(started, llm):
-    server, loading = started
-    loading.join()
-    assert server.ready("tiny"), server.log()[-3000:]
-    return server
+    return started.wait_until_live()
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ def grpc_client(server):
         yield client
 
 
-def generate(server, model="tiny", **body):
+def generate(server, model=MODEL, **body):
     status, text = server.post(f"/v2/models/{model}/generate", body)
     return status, json.loads(text)
 
@@ -123,19 +125,19 @@ def refusal(server, **body):
     return answer["error"]
 
 
-def gauge(server, name, model="tiny"):
+def gauge(server, name, model=MODEL):
     """The sum over all instances."""
     return sum(v for key, v in server.metrics(model).items() if key[0] == name)
 
 
-def idle(server, model="tiny"):
+def idle(server, model=MODEL):
     return all(
         gauge(server, f"treewy_{name}", model) == 0
         for name in ("requests_running", "requests_waiting", "state_slots_used", "kv_blocks_used")
     )
 
 
-def finished(server, reason, model="tiny"):
+def finished(server, reason, model=MODEL):
     found = server.metrics(model).items()
     return sum(
         v for key, v in found if key[:2] == ("treewy_requests_finished_total", reason)
@@ -145,7 +147,7 @@ def finished(server, reason, model="tiny"):
 class Stream:
     """One gRPC stream, with what came over it."""
 
-    def __init__(self, client, model="tiny", **values):
+    def __init__(self, client, model=MODEL, **values):
         self.client, self.results, self.errors = client, [], []
         self.ended = threading.Event()
         client.start_stream(self._take)
@@ -165,6 +167,13 @@ class Stream:
 
     def text(self):
         return "".join(map(text_of, self.results))
+
+
+def test_the_probes_of_the_pod_are_answered(server, pod):
+    container = pod["containers"][0]
+    for probe in ("startupProbe", "readinessProbe"):
+        assert server.get(container[probe]["httpGet"]["path"])[0] == 200
+    assert server.get("/v2/models/another/ready")[0] == 400
 
 
 def test_generate_gives_the_text_of_llm_generate(server, llm):
@@ -189,7 +198,7 @@ def test_generate_gives_the_text_of_llm_generate(server, llm):
 def test_generate_stream_brings_the_text_in_pieces(server, llm):
     body = {"text_input": PROMPT, "max_tokens": 30, "stream": True, "return_num_input_tokens": True}
     body |= {"return_num_output_tokens": True}
-    status, text = server.post("/v2/models/tiny/generate_stream", body)
+    status, text = server.post("/v2/models/treewy-tiny/generate_stream", body)
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
     output = llm.generate(PROMPT, SamplingParams(max_tokens=30))
     assert status == 200
@@ -237,7 +246,7 @@ def test_end_id_and_the_prompt_in_the_text(server, llm):
     _, answer = generate(server, **body, ignore_eos=True, exclude_input_in_output=False)
     assert answer["text_output"] == PROMPT + output.text
     body |= {"ignore_eos": True, "exclude_input_in_output": False, "stream": True}
-    _, text = server.post("/v2/models/tiny/generate_stream", body)
+    _, text = server.post("/v2/models/treewy-tiny/generate_stream", body)
     events = [json.loads(line[6:]) for line in text.splitlines() if line]
     assert "".join(event["text_output"] for event in events) == PROMPT + output.text
 
@@ -249,7 +258,7 @@ def test_log_probabilities(server, llm):
     assert answer["output_log_probs"] == pytest.approx(values, abs=1e-4)
     assert answer["cum_log_probs"] == pytest.approx(sum(values), abs=1e-3)
     body = {"text_input": PROMPT, "max_tokens": 12, "return_log_probs": True, "stream": True}
-    _, text = server.post("/v2/models/tiny/generate_stream", body)
+    _, text = server.post("/v2/models/treewy-tiny/generate_stream", body)
     events = [json.loads(line[6:]) for line in text.splitlines() if line]
     rows = [event["output_log_probs"] for event in events]
     pieces = [x for row in rows for x in (row if isinstance(row, list) else [row])]
@@ -272,12 +281,12 @@ def test_http_client_and_grpc_client(server, llm, grpc_client):
     assert result.as_numpy("num_output_tokens").item() == output.outputs[0].length
     # Triton's infer endpoints do not take decoupled models; that is theirs to say.
     with http.InferenceServerClient(f"127.0.0.1:{server.http}") as client:
-        assert client.is_model_ready("tiny")
-        config = client.get_model_config("tiny")
+        assert client.is_model_ready(MODEL)
+        config = client.get_model_config(MODEL)
         assert [one["kind"] for one in config["instance_group"]] == ["KIND_CPU"]
-        assert client.get_model_metadata("tiny")["inputs"][0]["name"] == "text_input"
+        assert client.get_model_metadata(MODEL)["inputs"][0]["name"] == "text_input"
         with pytest.raises(http.InferenceServerException, match="decoupled"):
-            client.infer("tiny", infer_inputs(http, text_input=PROMPT, max_tokens=2))
+            client.infer(MODEL, infer_inputs(http, text_input=PROMPT, max_tokens=2))
 
 
 def test_32_streams_at_once(server, llm):
@@ -285,7 +294,7 @@ def test_32_streams_at_once(server, llm):
     prompts = [f"{PROMPTS[number % 6]} {number}" for number in range(32)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
     texts = {(p, 8): out.outputs[0].text for p, out in zip(prompts, outputs, strict=True)}
-    load = Load(server, "tiny", texts)
+    load = Load(server, MODEL, texts)
 
     async def ask(way, prompt):
         request = {"text_input": prompt, "max_tokens": 8, "ignore_eos": True, "stream": True}
@@ -327,7 +336,7 @@ def test_a_request_that_waits_can_be_cancelled(server):
 def test_disconnect_frees_the_request(server):
     before = finished(server, "cancelled")
     body = json.dumps(ENDLESS | {"stream": True}).encode()
-    head = f"POST /v2/models/tiny/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+    head = f"POST /v2/models/treewy-tiny/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
     with socket.create_connection(("127.0.0.1", server.http)) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         assert b"text_output" in connection.recv(1 << 16) + connection.recv(1 << 16)
@@ -363,7 +372,7 @@ def test_text_that_is_none_is_refused(server, grpc_client):
     errors = []
     ended = threading.Event()
     grpc_client.start_stream(lambda result, error: (errors.append(error), ended.set()))
-    grpc_client.async_stream_infer("tiny", inputs)
+    grpc_client.async_stream_infer(MODEL, inputs)
     assert ended.wait(20)
     grpc_client.stop_stream()
     assert "text_input is not UTF-8" in str(errors[0])
@@ -374,19 +383,19 @@ def test_two_prompts_in_one_request_are_refused_by_triton(server, grpc_client):
     text.set_data_from_numpy(np.array([[b"a"], [b"b"]], np.object_))
     errors, ended = [], threading.Event()
     grpc_client.start_stream(lambda result, error: (errors.append(error), ended.set()))
-    grpc_client.async_stream_infer("tiny", [text])
+    grpc_client.async_stream_infer(MODEL, [text])
     assert ended.wait(20)
     grpc_client.stop_stream()
     assert "batch-size must be <= 1" in str(errors[0])
 
 
 def test_the_engine_s_metrics_are_among_triton_s(server):
-    before = server.metrics("tiny")
+    before = server.metrics(MODEL)
     _, answer = generate(server, text_input=PROMPT, max_tokens=25, ignore_eos=True)
 
     def grown(name, *labels):
-        key = (name, *labels, "tiny_0_0")
-        return server.metrics("tiny").get(key, 0) - before.get(key, 0)
+        key = (name, *labels, "treewy-tiny_0_0")
+        return server.metrics(MODEL).get(key, 0) - before.get(key, 0)
 
     until(lambda: grown("treewy_requests_finished_total", "length") == 1)
     assert grown("treewy_generation_tokens_total") == 25
@@ -398,7 +407,7 @@ def test_the_engine_s_metrics_are_among_triton_s(server):
     for depth, count in enumerate(answer["accepted_per_depth"], start=1):
         assert grown("treewy_accepted_tokens_total", str(depth)) == count
     assert grown("treewy_request_seconds_bucket", "+Inf") == 1
-    assert server.metrics("tiny")["treewy_engine_alive", "tiny_0_0"] == 1
+    assert server.metrics(MODEL)["treewy_engine_alive", "treewy-tiny_0_0"] == 1
 
 
 def load_run(server, expected, seconds):
@@ -457,17 +466,17 @@ def test_an_engine_that_died_is_not_ready(server):
 
 def test_a_bad_parameter_stops_the_loading_with_the_reason(server, models):
     """In the answer to whoever asked for it, and in the log."""
-    folder = shutil.copytree(models / "tiny", models / "bad", symlinks=True)
+    folder = shutil.copytree(models / MODEL, models / "bad", symlinks=True)
     text = (folder / "config.pbtxt").read_text()
     (folder / "config.pbtxt").write_text(
-        text.replace('name: "tiny"', 'name: "bad"').replace("float32", "int8")
+        text.replace('name: "treewy-tiny"', 'name: "bad"').replace("float32", "int8")
     )
     status, answer = server.load("bad")
     assert (status, "parameter dtype: invalid choice: 'int8'" in answer) == (400, True), answer
     assert "parameter dtype: invalid choice: 'int8'" in server.log()
     assert not server.ready("bad")
     shutil.rmtree(folder)
-    assert server.ready("tiny")
+    assert server.ready(MODEL)
 
 
 def test_unload_while_running_lets_requests_finish(server, expected, grpc_client):
@@ -476,14 +485,14 @@ def test_unload_while_running_lets_requests_finish(server, expected, grpc_client
         grpc_client, text_input=prompt, max_tokens=length, ignore_eos=True, stream=True
     )
     until(lambda: stream.results)
-    assert server.unload("tiny")[0] == 200
-    assert not server.ready("tiny")
+    assert server.unload(MODEL)[0] == 200
+    assert not server.ready(MODEL)
     assert generate(server, text_input=PROMPT)[0] == 404
     assert stream.ended.wait(60)
     grpc_client.stop_stream()
     assert (stream.text(), stream.errors) == (expected[prompt, length], [])
-    until(lambda: "successfully unloaded 'tiny'" in server.log())
-    assert not any(key[0].startswith("treewy_") for key in server.metrics("tiny"))
+    until(lambda: "successfully unloaded 'treewy-tiny'" in server.log())
+    assert not any(key[0].startswith("treewy_") for key in server.metrics(MODEL))
 
 
 def test_nothing_is_left_after_the_end(server):
