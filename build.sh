@@ -264,7 +264,6 @@ CODE
         note "CUDA kernels: no nvcc to compile them (CUDA 13); the torch reference serves"
     fi
     [ -z "$plugin_failed" ] || note "TensorRT plugins: $plugin_failed"
-    note "Triton models: not part of this release"
     if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         note "GPU: torch sees none on this machine, models run on the CPU"
     fi

@@ -18,13 +18,16 @@ import numpy as np
 import pytest
 from serving import ENGINE, until
 
-yaml = pytest.importorskip("yaml", reason="the extra test is not installed")
+pytest.importorskip("yaml", reason="the extra test is not installed")
 pytest.importorskip("httpx", reason="the extra test is not installed")
-grpc = pytest.importorskip("tritonclient.grpc", reason="the extra test is not installed")
-http = pytest.importorskip("tritonclient.http", reason="the extra test is not installed")
+pytest.importorskip("tritonclient.grpc", reason="the extra test is not installed")
+pytest.importorskip("tritonclient.http", reason="the extra test is not installed")
 pytest.importorskip("prometheus_client", reason="the extra test is not installed")
 
 import triton_server
+import tritonclient.grpc as grpc
+import tritonclient.http as http
+import yaml
 from triton_load import Load, infer_inputs, text_of
 
 from trtllm_treewy import LLM, SamplingParams
@@ -139,9 +142,7 @@ def idle(server, model=MODEL):
 
 def finished(server, reason, model=MODEL):
     found = server.metrics(model).items()
-    return sum(
-        v for key, v in found if key[:2] == ("treewy_requests_finished_total", reason)
-    )
+    return sum(v for key, v in found if key[:2] == ("treewy_requests_finished_total", reason))
 
 
 class Stream:
@@ -188,7 +189,9 @@ def test_generate_gives_the_text_of_llm_generate(server, llm):
         assert answer["num_verify_steps"] == steps
         if speculation:
             assert answer["accepted_per_depth"] == output.speculation.accepted_per_depth
-            assert answer["acceptance_length"] == pytest.approx(output.speculation.acceptance_length)
+            assert answer["acceptance_length"] == pytest.approx(
+                output.speculation.acceptance_length
+            )
             assert answer["total_accepted_draft_tokens"] == output.speculation.num_accepted
             assert answer["total_draft_tokens"] == output.speculation.num_drafted
         else:
@@ -253,7 +256,9 @@ def test_end_id_and_the_prompt_in_the_text(server, llm):
 
 def test_log_probabilities(server, llm):
     output = llm.generate(PROMPT, SamplingParams(max_tokens=12, logprobs=0)).outputs[0]
-    values = [row[token].logprob for token, row in zip(output.token_ids, output.logprobs)]
+    values = [
+        row[token].logprob for token, row in zip(output.token_ids, output.logprobs, strict=True)
+    ]
     _, answer = generate(server, text_input=PROMPT, max_tokens=12, return_log_probs=True)
     assert answer["output_log_probs"] == pytest.approx(values, abs=1e-4)
     assert answer["cum_log_probs"] == pytest.approx(sum(values), abs=1e-3)
@@ -336,7 +341,8 @@ def test_a_request_that_waits_can_be_cancelled(server):
 def test_disconnect_frees_the_request(server):
     before = finished(server, "cancelled")
     body = json.dumps(ENDLESS | {"stream": True}).encode()
-    head = f"POST /v2/models/treewy-tiny/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+    head = "POST /v2/models/treewy-tiny/generate_stream HTTP/1.1\r\nHost: x\r\n"
+    head += f"Content-Length: {len(body)}"
     with socket.create_connection(("127.0.0.1", server.http)) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         assert b"text_output" in connection.recv(1 << 16) + connection.recv(1 << 16)
@@ -481,9 +487,7 @@ def test_a_bad_parameter_stops_the_loading_with_the_reason(server, models):
 
 def test_unload_while_running_lets_requests_finish(server, expected, grpc_client):
     prompt, length = list(expected)[-1]
-    stream = Stream(
-        grpc_client, text_input=prompt, max_tokens=length, ignore_eos=True, stream=True
-    )
+    stream = Stream(grpc_client, text_input=prompt, max_tokens=length, ignore_eos=True, stream=True)
     until(lambda: stream.results)
     assert server.unload(MODEL)[0] == 200
     assert not server.ready(MODEL)

@@ -4,6 +4,8 @@ The wheel is for Linux on x86-64. Its Python backend (Triton 24.10) was built fo
 libpython, so that a Python with the shared library is needed, and one that numpy 1 is there for:
 3.10 to 3.12. Both are downloaded once (55 and 18 MB) and kept in .cache/, without their
 dependencies: the server's Python sees all packages of the tests' own, but for numpy.
+
+By hand, on Triton's usual ports: python tests/triton_server.py MODELS [FLAGS OF TRITONSERVER]
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -73,19 +76,21 @@ class TritonServer:
         site: what `installed` gave.
         work: folder for the backend's files, the Python of the backend, and the log.
         models: the model repository.
+        ports: for HTTP, gRPC and metrics; free ones by default.
+        to_file: write the log to a file in `work`, and not to where this process writes.
     """
 
-    def __init__(self, site, work, models, *flags):
+    def __init__(self, site, work, models, *flags, ports=None, to_file=True):
         work.mkdir(parents=True, exist_ok=True)
         self.log_file = work / "log.txt"
         self.shm_prefix = f"treewy_test_{os.getpid()}_{work.name}_"
-        self.http, self.grpc, self.metrics_port = free_ports(3)
+        self.http, self.grpc, self.metrics_port = ports or free_ports(3)
         self.url = f"http://127.0.0.1:{self.http}"
         command = [
             str(_executable(site / "pytriton/tritonserver/bin/tritonserver", work)),
             f"--backend-directory={_backends(site, work)}",
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
-            f"--model-repository={models}",
+            f"--model-repository={Path(models).resolve()}",
             *(f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")),
             f"--http-port={self.http}",
             f"--grpc-port={self.grpc}",
@@ -100,8 +105,8 @@ class TritonServer:
                 cwd=work,
                 env=_environment(site, work),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=log if to_file else None,
+                stderr=log if to_file else None,
                 start_new_session=True,
             )
 
@@ -229,3 +234,27 @@ def _environment(site, work):
         "LD_LIBRARY_PATH": ":".join(libraries),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+
+
+def main(models, *flags):
+    """Serves until Ctrl-C or SIGTERM."""
+
+    def end(*_):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
+    site = installed(Path(__file__).resolve().parent.parent)
+    with tempfile.TemporaryDirectory() as work:
+        server = TritonServer(
+            site, Path(work), models, *flags, ports=(8000, 8001, 8002), to_file=False
+        )
+        try:
+            return server.process.wait()
+        except KeyboardInterrupt:
+            return server.stop()
+        finally:
+            server.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

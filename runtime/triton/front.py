@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,18 +108,15 @@ class _Run:
         self._service, self._request, self._responder = service, request, responder
 
     async def run(self) -> None:
-        last: Callable[[], None]
         try:
             await self._generate()
-            return
         except asyncio.CancelledError:
-            last = self._responder.end_cancelled
+            self._responder.end_cancelled()
         except ApiError as error:
-            last = lambda reason=error: self._responder.fail(reason)  # noqa: E731
+            self._responder.fail(error)
         except Exception as error:  # whatever it is, the client must not wait for ever
-            reason = ApiError(500, f"internal error: {type(error).__name__}: {error}")
-            last = lambda: self._responder.fail(reason)  # noqa: E731
-        last()
+            reason = f"internal error: {type(error).__name__}: {error}"
+            self._responder.fail(ApiError(500, reason))
 
     async def _generate(self) -> None:
         answer = Answer(self._request)

@@ -82,10 +82,10 @@ class TritonPythonModel:
         from .tensors import INPUT
 
         check_parameters(json.loads(request.parameters() or "{}"))
-        raw = {}
-        for tensor in request.inputs():
-            value = INPUT[tensor.name()].read(tensor.as_numpy())
-            raw[tensor.name()] = value
+        raw = {
+            tensor.name(): INPUT[tensor.name()].read(tensor.as_numpy())
+            for tensor in request.inputs()
+        }
         return parse(raw, model=self._model, exclude_input=self._exclude_input)
 
     def _engine_failed(self, reason: str) -> None:
@@ -141,8 +141,9 @@ class TritonResponder:
     def _respond(self, response: Any, final: bool) -> None:
         flags = self._utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
         with self._mutex:
-            self._ended = final
-            self._sender.send(response, flags=flags)
+            if not self._ended:
+                self._ended = final
+                self._sender.send(response, flags=flags)
 
 
 def _device(args: Mapping[str, str]) -> str:

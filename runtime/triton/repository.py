@@ -1,4 +1,4 @@
-"""Writes a model into a model repository: whole, or not at all, and without paths of this machine."""
+"""Writes a model into a model repository: whole or not at all, without paths of this machine."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from .tensors import INPUT
 # What Triton's own protocol puts among the parameters of a request.
 _TRITONS = frozenset(
     ("id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
-    + ("binary_data_output", "binary_data_size")
-)
+) | frozenset(("binary_data_output", "binary_data_size"))
 
 
 @dataclass(frozen=True)

@@ -30,5 +30,6 @@ def run(args: argparse.Namespace) -> int:
         force=args.force,
     )
     if not args.quiet:
-        write_err(f"[wrote {target}; serve it with tritonserver --model-repository={args.output}]\n")
+        serve = f"tritonserver --model-repository={args.output}"
+        write_err(f"[wrote {target}; serve it with {serve}]\n")
     return EXIT_OK
