@@ -67,7 +67,7 @@ class TritonPythonModel:
                 self._front.start(parsed, responder)
 
     def is_ready(self) -> bool:
-        """Whether requests can run; asked for the model's readiness by Triton from 26.03 on."""
+        """Whether requests can run; what the Python backend of March 2026 and later asks."""
         engine = self._front.service.engine
         return engine.alive and not engine.draining
 
