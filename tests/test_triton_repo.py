@@ -24,7 +24,7 @@ from trtllm_treewy.runtime.metrics import Metrics
 from trtllm_treewy.runtime.triton import repository as writing
 from trtllm_treewy.runtime.triton.answers import Answer
 from trtllm_treewy.runtime.triton.metrics import MetricsMirror
-from trtllm_treewy.runtime.triton.model import TritonResponder
+from trtllm_treewy.runtime.triton.model import TritonResponder, _check_arrays, _device
 from trtllm_treewy.runtime.triton.requests import check_parameters, parse
 from trtllm_treewy.runtime.triton.settings import parameters_of, read_parameters
 from trtllm_treewy.runtime.triton.tensors import INPUT, OUTPUT
@@ -381,6 +381,30 @@ def test_a_sender_is_not_asked_after_its_last_response():
     assert not responder.cancelled()
     responder.send({"text_output": "b"}, final=True)
     assert not responder.cancelled()
+
+
+def test_an_instance_runs_where_its_group_says():
+    place = {"model_instance_kind": "GPU", "model_instance_device_id": "2"}
+    assert _device(place) == "cuda:2"
+    assert _device(place | {"model_instance_kind": "CPU"}) == "cpu"
+
+
+@pytest.mark.parametrize("strides", [(4,), (0,)])
+def test_a_backend_that_reads_arrays_wrongly_is_refused(strides):
+    """What a backend for numpy 1 makes of numpy 2: the first value again and again."""
+
+    class Tensor:
+        @staticmethod
+        def from_dlpack(_, tensor):
+            array = np.lib.stride_tricks.as_strided(tensor.numpy(), strides=strides)
+            return types.SimpleNamespace(as_numpy=lambda: array)
+
+    utils = types.SimpleNamespace(Tensor=Tensor)
+    if strides == (4,):
+        _check_arrays(utils)
+        return
+    with pytest.raises(RuntimeError, match=f"does not work with numpy {np.__version__}"):
+        _check_arrays(utils)
 
 
 class FakeFamily:
