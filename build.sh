@@ -264,6 +264,7 @@ CODE
         note "CUDA kernels: no nvcc to compile them (CUDA 13); the torch reference serves"
     fi
     [ -z "$plugin_failed" ] || note "TensorRT plugins: $plugin_failed"
+    note "Triton Inference Server: not a part of this; docs/triton.md says where to get it"
     if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         note "GPU: torch sees none on this machine, models run on the CPU"
     fi
