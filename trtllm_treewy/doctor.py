@@ -65,6 +65,44 @@ def report(checks: Sequence[Check] | None = None) -> str:
     return "\n".join(lines)
 
 
+class TrtllmReport(TypedDict):
+    """What an installed TensorRT-LLM has of the symbols that we rely on; plain data.
+
+    `problem` says why its version is not one of those that we know, or is empty. `failed` and
+    `passed` hold "module.name: what is wrong" and "module.name".
+    """
+
+    version: str | None
+    problem: str
+    failed: list[str]
+    passed: list[str]
+
+
+def check_trtllm() -> TrtllmReport:
+    """Imports what is installed and compares it with `export/trtllm/contract.py`."""
+    from .export.trtllm import contract
+
+    version = _version("tensorrt_llm")
+    problem = contract.version_problem(version)
+    findings = contract.check() if version is not None else []
+    return TrtllmReport(
+        version=version,
+        problem=problem,
+        failed=[str(finding) for finding in findings if finding.problem],
+        passed=[str(finding) for finding in findings if not finding.problem],
+    )
+
+
+def trtllm_report(report: TrtllmReport) -> str:
+    """The report as text: the version, then one line for each symbol that is not as expected."""
+    lines = [report["problem"] or f"tensorrt_llm {report['version']}: a version that we know"]
+    lines += [f"not as expected  {line}" for line in report["failed"]]
+    if report["passed"] or report["failed"]:
+        count = len(report["passed"]) + len(report["failed"])
+        lines.append(f"{len(report['passed'])} of {count} symbols are as expected")
+    return "\n".join(lines)
+
+
 def _check(name: str, found: bool, detail: str, if_found: str, if_not: str) -> Check:
     return Check(name=name, found=found, detail=detail, meaning=if_found if found else if_not)
 

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import bench, build, doctor, generate, plan, serve, triton_repo
+from . import bench, build, doctor, generate, plan, serve, triton_repo, trtllm
 from .arguments import parse
 from .flags import in_flags
 from .program import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USER_ERROR
@@ -19,6 +19,8 @@ from .streams import discard_stdout, open_streams, write_err, write_error
 COMMANDS = {
     "generate": generate.run,
     "build": build.run,
+    "convert-checkpoint": trtllm.convert,
+    "trtllm-build": trtllm.build,
     "serve": serve.run,
     "bench serve": bench.run,
     "triton-repo": triton_repo.run,

@@ -25,6 +25,7 @@ from .serve_arguments import add_serve
 from .sizes import parse_size
 from .streams import write_error
 from .triton_arguments import add_triton_repo
+from .trtllm_arguments import add_convert_checkpoint, add_trtllm_build
 
 DEFAULT_MAX_TOKENS = 128
 DEFAULT_CONTEXT_LENGTH = 32768
@@ -46,6 +47,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         # By hand, as the second run of positionals that argparse does not take has no "--" left.
         end = argv.index("--")
         argv, prompts = argv[:end], argv[end + 1 :]
+    if argv[:1] == ["trtllm-build"]:  # its flags are the library's
+        return argparse.Namespace(command="trtllm-build", words=argv[1:])
     args, rest = parser.parse_known_args(_join_parents(argv))
     # argparse takes one run of positionals only; MODEL --option X PROMPT has two.
     options = [word for word in rest if word.startswith("-") and word != "-"]
@@ -89,6 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(commands.add_parser)
     add_build(commands.add_parser, EPILOG)
     add_triton_repo(commands.add_parser)
+    add_convert_checkpoint(commands.add_parser, EPILOG)
+    add_trtllm_build(commands.add_parser)
     _add_plan(commands.add_parser)
     _add_doctor(commands.add_parser)
     return parser
@@ -303,6 +308,12 @@ def _add_doctor(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         epilog=EPILOG,
     )
     parser.set_defaults(command="doctor", usage_error=parser.error)
+    parser.add_argument(
+        "--trtllm",
+        action="store_true",
+        help="import tensorrt_llm and check every symbol that trtllm-build relies on; the exit "
+        "code is 1 if one is missing or changed (default: a look at what is installed)",
+    )
     parser.add_argument(
         "--json", action="store_true", help="as one JSON object (default: a line a finding)"
     )

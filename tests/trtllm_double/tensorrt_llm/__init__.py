@@ -1,0 +1,3 @@
+"""Double of TensorRT-LLM; see the README beside it."""
+
+__version__ = "1.2.0"

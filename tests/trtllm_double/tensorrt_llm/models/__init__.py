@@ -1,0 +1,3 @@
+"""Double: architectures that the library knows."""
+
+MODEL_MAP = {"LlamaForCausalLM": None}
