@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trtllm_treewy.config import read_json
-from trtllm_treewy.trtllm_config import ARCHITECTURE, checkpoint_ranks, model_config
+from trtllm_treewy.trtllm_config import (
+    ARCHITECTURE,
+    DRAFT_FILE,
+    ENGINE_KEY,
+    checkpoint_ranks,
+    model_config,
+)
 
 from .trtllm import contract
-from .trtllm.convert import CONFIG_NAME, MTP_FILE, copy_text_files
+from .trtllm.convert import CONFIG_NAME, copy_text_files
 from .trtllm.settings import build_settings
 
 PROGRAM = "trtllm-build"
@@ -61,7 +67,7 @@ def run(argv: list[str]) -> None:
         _check(build, args)
     _check_devices()
     if ours or _plugin(args) is not None:
-        from .trtllm.plugin_library import load_plugin_library
+        from trtllm_treewy.plugin_library import load_plugin_library
 
         load_plugin_library(library)
     output = Path(args.output_dir)
@@ -193,7 +199,7 @@ def _is_engine(folder: Path) -> bool:
         raw = read_json(folder / CONFIG_NAME)
     except (OSError, ValueError):
         return False
-    return "pretrained_config" in raw
+    return ENGINE_KEY in raw
 
 
 @contextmanager
@@ -208,7 +214,9 @@ def _output(output: Path, dry_run: bool) -> Iterator[Path]:
         raise ValueError(f"{output} is not empty and holds no engine: choose another directory")
     from tensorrt_llm._utils import mpi_world_size
 
-    if mpi_world_size() > 1 or dry_run:
+    if dry_run and output.is_dir() and any(output.iterdir()):
+        raise ValueError(f"{output} holds an engine, whose config.json --dry_run would replace")
+    if mpi_world_size() > 1:
         yield output
         return
     from .build_engine import _new_directory
@@ -252,8 +260,8 @@ def _finish(args: argparse.Namespace, folder: Path) -> None:
     source = Path(args.checkpoint_dir)
     if source.suffix != ".json":
         copy_text_files(source, folder)
-        if (source / MTP_FILE).is_file():
-            shutil.copyfile(source / MTP_FILE, folder / MTP_FILE)
+        if (source / DRAFT_FILE).is_file():
+            shutil.copyfile(source / DRAFT_FILE, folder / DRAFT_FILE)
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

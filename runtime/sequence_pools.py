@@ -45,11 +45,18 @@ def make_state_manager(
 
 
 def make_kv_cache(
-    config: ModelConfig, limits: ExecutorLimits, *, device: torch.device, dtype: torch.dtype
+    config: ModelConfig,
+    limits: ExecutorLimits,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_layers: int | None = None,
 ) -> KvCache:
-    """KV cache of the attention layers and of the MTP module's, for `limits`."""
+    """KV cache for `limits`: of `num_layers`, or of the attention layers and the MTP module's."""
+    if num_layers is None:
+        num_layers = len(config.attention_layers) + config.mtp_num_hidden_layers
     return KvCache(
-        num_layers=len(config.attention_layers) + config.mtp_num_hidden_layers,
+        num_layers=num_layers,
         num_blocks=limits.num_blocks,
         block_size=limits.tokens_per_block,
         num_kv_heads=config.num_key_value_heads,
@@ -68,6 +75,7 @@ class SequencePools:
         config: the model's.
         limits: sizes of the pools.
         max_nodes: nodes that the state manager's stash is made for; those of `limits` unless given.
+        kv_layers: layers of the KV cache; all of the model's and the MTP module's unless given.
         device, activation_dtype, state_dtype, kv_dtype: place and types of the pools.
         commit, history, stash, stash_dtype: see `StateManager`.
     """
@@ -86,6 +94,7 @@ class SequencePools:
         stash: str,
         stash_dtype: torch.dtype | None,
         max_nodes: int | None = None,
+        kv_layers: int | None = None,
     ) -> None:
         self.limits = limits
         self.device = device
@@ -100,7 +109,9 @@ class SequencePools:
             stash=stash,
             stash_dtype=stash_dtype,
         )
-        self.kv_cache = make_kv_cache(config, limits, device=device, dtype=kv_dtype)
+        self.kv_cache = make_kv_cache(
+            config, limits, device=device, dtype=kv_dtype, num_layers=kv_layers
+        )
         # Of the last token before each checkpoint: the MTP module's next entry pairs it with the
         # token that follows, which differs from sequence to sequence.
         self._checkpoint_hidden = torch.zeros(

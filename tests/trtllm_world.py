@@ -35,7 +35,7 @@ def trtllm_double(monkeypatch, version="1.2.0", devices=1):
 
     import torch
 
-    from trtllm_treewy.export.trtllm import plugin_library
+    from trtllm_treewy import plugin_library
 
     _forget()
     plugin_library.load_plugin_library.cache_clear()
@@ -58,3 +58,60 @@ def trtllm_double(monkeypatch, version="1.2.0", devices=1):
     finally:
         _forget()
         plugin_library.load_plugin_library.cache_clear()
+
+
+def build(checkpoint, output, library, *flags):
+    """Runs the wrapped command over a converted checkpoint; the networks of all ranks."""
+    from trtllm_treewy.export import trtllm_build
+
+    sizes = {"max_batch_size": 5, "max_seq_len": 192, "max_num_tokens": 512}
+    words = [x for name, size in sizes.items() for x in (f"--{name}", str(size))]
+    library.write_bytes(b"")
+    trtllm_build.run(
+        [
+            *("--checkpoint_dir", str(checkpoint), "--output_dir", str(output)),
+            *("--treewy_library", str(library), "--treewy_max_nodes", "40"),
+            *words,
+            *flags,
+        ]
+    )
+    from tensorrt_llm import builder
+
+    networks, builder.built[:] = list(builder.built), []
+    return networks
+
+
+class DoubleNetwork:
+    """`trtllm_executor.EngineNetwork` over the recorded networks of all ranks, run in step.
+
+    Rank 0's feeds and outputs are the caller's; the other ranks have pools of their own, which live
+    as long as this object.
+    """
+
+    def __init__(self, networks):
+        self.networks = networks
+        self.executor = None
+        self.others = []
+
+    def run(self, inputs):
+        from tensorrt_llm.functional import POOLS
+        from tensorrt_llm.network import run_ranks
+
+        pool = self.executor.attention.data
+        POOLS[pool.data_ptr()] = pool
+        given = {name: x for name, x in inputs.items() if name in self.networks[0].inputs}
+        feeds = [given, *(self._rank_feeds(rank, given) for rank in range(1, len(self.networks)))]
+        self.last = run_ranks(self.networks, feeds)
+        return {n: x for n, x in self.last[0].items() if not n.startswith("present_")}
+
+    def _rank_feeds(self, rank, given):
+        from tensorrt_llm.functional import POOLS
+        import torch
+
+        while len(self.others) < rank:
+            pools = {n: torch.zeros_like(x) for n, x in given.items() if n.startswith("past_")}
+            self.others.append((pools, torch.zeros_like(self.executor.attention.data)))
+        pools, cache = self.others[rank - 1]
+        POOLS[cache.data_ptr()] = cache
+        pointers = torch.tensor([[cache.data_ptr(), 0]])
+        return {**given, **pools, "host_kv_cache_pool_pointers": pointers}

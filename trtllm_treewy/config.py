@@ -167,7 +167,7 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> ModelConfig:
-        """Reads `config.json` of a Hugging Face model directory.
+        """Reads `config.json` of a Hugging Face model directory, or of an engine's.
 
         Raises:
             FileNotFoundError: the directory or its config.json does not exist.
@@ -177,7 +177,12 @@ class ModelConfig:
         if not root.is_dir():
             raise FileNotFoundError(f"model directory {str(root)!r} does not exist")
         path = root / "config.json"
-        config = cls.from_dict(read_json(path), source=str(path))
+        raw = read_json(path)
+        if "pretrained_config" in raw:  # an engine of trtllm-build
+            from .trtllm_config import ENGINE_KEY, model_config
+
+            return model_config(raw[ENGINE_KEY], f"{path}: {ENGINE_KEY}")
+        config = cls.from_dict(raw, source=str(path))
         sidecar = root / "hf_quant_config.json"
         if sidecar.is_file():
             raise ValueError(_quantised(str(sidecar), read_json(sidecar)))

@@ -29,6 +29,8 @@ from .runtime.detokenizer import Detokenizer
 from .runtime.engine_files import executor_maker
 from .runtime.request import Request
 from .runtime.stats import EngineStats
+from .runtime.trtllm_engine import TrtllmEngine
+from .runtime.trtllm_engine import executor_maker as trtllm_executor_maker
 from .sampling_params import SamplingParams
 from .tokenizer import end_token_ids, load_tokenizer
 
@@ -102,11 +104,13 @@ class LLM:
         if not skip_tokenizer_init:
             self.tokenizer = load_tokenizer(Path(tokenizer or directory))
         built = EngineConfig.read(directory)
+        trtllm = TrtllmEngine.read(directory)
         if built is not None and built.kind == ONNX and device is None:
             device = "cpu"
         self.device = _device(device)
         if max_seq_len is None:
-            longest = self.config.max_position_embeddings if built is None else built.max_seq_len
+            limited = built or trtllm
+            longest = limited.max_seq_len if limited else self.config.max_position_embeddings
             max_seq_len = min(longest, DEFAULT_MAX_SEQ_LEN)
         source = None
         if built is not None:
@@ -115,6 +119,12 @@ class LLM:
             )
             dtype = built.activation_dtype
             max_num_tokens = min(max_num_tokens, built.max_num_tokens)
+        if trtllm is not None:
+            make_executor = trtllm_executor_maker(
+                trtllm, self.speculation, cache_config, dtype, self.device
+            )
+            dtype = trtllm.dtype
+            max_num_tokens = min(max_num_tokens, trtllm.max_num_tokens)
         self._engine, self._memory = build_engine(
             self.config,
             lambda: load_model(

@@ -16,6 +16,10 @@ from .config import LINEAR, SUPPORTED_DTYPES, ModelConfig
 ARCHITECTURE = "TreewyQwen3_5ForCausalLM"
 KEY = "treewy"
 FORMAT = 1
+# Where an engine's config.json keeps the checkpoint's.
+ENGINE_KEY = "pretrained_config"
+# The MTP module with embedding and head, whole and as the Hugging Face checkpoint names them.
+DRAFT_FILE = "draft.safetensors"
 # Our layer types in the library's words: its C++ runtime takes any other for attention.
 RECURRENT, ATTENTION = "recurrent", "attention"
 STATE_DTYPE = "float32"

@@ -1,8 +1,8 @@
 """A Hugging Face directory to a TensorRT-LLM checkpoint, and back into our own model.
 
 The checkpoint: `config.json`, `rank{r}.safetensors` for each rank, the files that text needs, and
-`mtp.safetensors` with the MTP module as it was, whole. The library has no part for that module and
-does not read the file; our runtime drafts with it.
+`draft.safetensors` with the MTP module, the embedding and the head as they were, whole. The library has
+no part for that module and does not read the file; our runtime drafts with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from torch import Tensor
 from trtllm_treewy.config import ModelConfig, read_json
 from trtllm_treewy.engine_config import EngineConfig
 from trtllm_treewy.model import Qwen3_5ForCausalLM
-from trtllm_treewy.trtllm_config import KEY, checkpoint_config, checkpoint_ranks, model_config
+from trtllm_treewy.trtllm_config import (
+    DRAFT_FILE,
+    KEY,
+    checkpoint_config,
+    checkpoint_ranks,
+    model_config,
+)
 
 from ..build_engine import _TEXT_FILES, _new_directory
 from ..checkpoint import DTYPES, Source, find_sources, read_tensors, resolve_dtype
@@ -29,7 +35,6 @@ from .safetensors_writer import SafetensorsWriter
 from .tensors import Target, targets, whole_tensors
 
 CONFIG_NAME = "config.json"
-MTP_FILE = "mtp.safetensors"
 Progress = Callable[[int, int], None]
 
 
@@ -82,7 +87,7 @@ def convert_checkpoint(
     settings = checkpoint_config(config, name, ranks, max_position_embeddings)
     with _new_directory(output) as folder:
         _write_ranks(folder, wanted, sources, config, ranks, target_dtype, progress)
-        _write_mtp(folder, sources, target_dtype)
+        _write_drafter(folder, sources, target_dtype)
         copy_text_files(checkpoint, folder)
         (folder / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -106,7 +111,8 @@ def load_checkpoint(directory: str | Path) -> Qwen3_5ForCausalLM:
             raise ValueError(f"{directory}/rank{rank}.safetensors: missing or unknown: {odd}")
     tensors = dict(whole_tensors(parts, config))
     if config.mtp_num_hidden_layers:
-        tensors.update(_read(directory / MTP_FILE))
+        drafter = _read(directory / DRAFT_FILE)
+        tensors.update({name: x for name, x in drafter.items() if name.startswith("mtp.")})
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM(config)
     dtype = DTYPES[raw["dtype"]]
@@ -193,11 +199,12 @@ def _read_sources(sources: list[Source], dtype: torch.dtype) -> list[Tensor]:
     return [tensors[source.name] for source in sources]
 
 
-def _write_mtp(folder: Path, sources: dict[str, Source], dtype: torch.dtype) -> None:
-    module = [source for name, source in sources.items() if name.startswith("mtp.")]
-    if not module:
+def _write_drafter(folder: Path, sources: dict[str, Source], dtype: torch.dtype) -> None:
+    shared = ("model.embed_tokens.weight", "lm_head.weight")
+    parts = [x for name, x in sources.items() if name.startswith("mtp.") or name in shared]
+    if not any(x.name.startswith("mtp.") for x in parts):
         return
-    header = {source.name: (source.shape, dtype) for source in module}
-    with SafetensorsWriter(folder / MTP_FILE, header) as writer:
-        for name, tensor in read_tensors(module, dtype):
+    header = {source.name: (source.shape, dtype) for source in parts}
+    with SafetensorsWriter(folder / DRAFT_FILE, header) as writer:
+        for name, tensor in read_tensors(parts, dtype):
             writer.write(name, tensor)

@@ -8,7 +8,7 @@ without the wrapper nobody else does.
 from __future__ import annotations
 
 from trtllm_treewy.export.trtllm.contract import ADVICE
-from trtllm_treewy.export.trtllm.plugin_library import load_plugin_library
+from trtllm_treewy.plugin_library import load_plugin_library
 
 try:
     import tensorrt_llm  # noqa: F401

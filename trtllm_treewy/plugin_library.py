@@ -7,7 +7,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
-from trtllm_treewy.plugin_contract import LIBRARY, NAMESPACE, VERIFY, VERSION
+from .plugin_contract import LIBRARY, NAMESPACE, VERIFY, VERSION
 
 LIBRARY_VARIABLE = "TREEWY_TENSORRT_LIBRARY"
 
@@ -21,7 +21,7 @@ def plugin_library_candidates() -> list[Path]:
     if named := os.environ.get(LIBRARY_VARIABLE):
         path = Path(named)
         return [path / LIBRARY if path.is_dir() else path]
-    folders = Path(__file__).resolve().parents[2:4]
+    folders = Path(__file__).resolve().parents[:2]
     return [folder / part / LIBRARY for folder in folders for part in ("build", ".")]
 
 
