@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import hf_config, write_checkpoint
-from onnx_cases import LIMITS, random_prompts, random_tree
+from onnx_cases import random_prompts, random_tree
 from trtllm_world import DoubleNetwork, build, trtllm_double
 
 from trtllm_treewy.config import ModelConfig
@@ -68,7 +68,7 @@ def executors(tmp_path, networks, limits=WIDE, ranks=1):
     engine.check_limits(limits)
     if ranks > 1:
         part = replace(shard_config(engine.config, ranks), mtp_num_hidden_layers=0)
-        engine = replace(engine, config=part)
+        engine = replace(engine, config=part, ranks=1)
     network = DoubleNetwork(networks)
     ours = network.executor = TrtllmExecutor(engine, limits, network, CPU)
     return TorchExecutor(load_model(tmp_path / "hf"), limits), ours
@@ -132,6 +132,7 @@ def random_acceptance(gen, tree):
     return Acceptance(accepted, count, path, torch.zeros(rows, dtype=torch.int64))
 
 
+@torch.inference_mode()
 def commit_other_ranks(ours, tree, acceptance):
     """What rank 0's executor does, for the pools of the other ranks."""
     goal = tree.slot, tree.parents, tree.num_nodes, acceptance.accepted
@@ -145,3 +146,185 @@ def commit_other_ranks(ours, tree, acceptance):
         mine, ours.attention.data = ours.attention.data, cache
         ours.attention.compact(ours._blocks(tree.slot), path, tree.context_lens.long())
         ours.attention.data = mine
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_nodes(tmp_path, world, kind, ranks):
+    networks = make(tmp_path, kind, ranks)
+    assert len(networks) == ranks
+    network = networks[0]
+    for name in ("TreeConv1d", "GdnPrefillConv1d", "TreeWyVerify", "GdnPrefill"):
+        assert len(network.find(name)) == 3, name
+        for node in network.find(name):
+            assert node.info[1] == name  # kept under the layer's last name
+    heads = {"num_k_heads": 2 // ranks, "num_v_heads": 4 // ranks, "head_k_dim": 16,
+             "head_v_dim": 24}  # fmt: skip
+    assert network.find("GdnPrefill")[0].fields == heads
+    assert network.find("TreeWyVerify")[0].fields == {
+        **heads,
+        "state_commit": "reconstruct",
+        "stash": "pseudo_values",
+        "u_dtype": "float32",
+    }
+    # The checkpoint has no bias for the conv, and the plugins are told so.
+    assert network.find("TreeConv1d")[0].fields == {"bias": 0}
+    assert network.find("GPTAttention")[0].fields == {
+        "layer_idx": 0,  # among the attention layers
+        "num_heads": 4 // ranks,
+        "num_kv_heads": 2 // ranks,
+        "head_size": 16,
+        "q_scaling": 1.0,
+        "rotary_embedding_dim": 4,
+        "max_context_length": 192,
+        "spec_decoding_max_generation_length": 40,
+        "has_tree_mask": True,
+    }
+    experts = network.find("MixtureOfExperts")
+    assert [node.fields for node in experts] == [
+        {"top_k": 2, "normalization_mode": 1}
+    ] * (4 if kind == "moe" else 0)
+    # A sum behind every mixer and every feed-forward block; the head's columns together.
+    assert len(network.find("allreduce")) == (8 if ranks > 1 else 0)
+    assert len(network.find("allgather")) == (1 if ranks > 1 else 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("plugin", ["auto", "float32"])
+def test_tensors_are_those_of_the_list(tmp_path, world, ranks, dtype, plugin):
+    """`trtllm_bindings` names every input and output of the network, with types and sizes."""
+    from tensorrt_llm.network import torch_dtype
+
+    raw = hf_config(**BASE, dtype=dtype)
+    write_checkpoint(tmp_path / "hf", raw)
+    convert_checkpoint(tmp_path / "hf", tmp_path / "ckpt", ranks=ranks)
+    flags = ("--treewy_plugin", plugin)
+    network = build(tmp_path / "ckpt", tmp_path / "engine", tmp_path / "lib.so", *flags)[0]
+    engine = TrtllmEngine.read(tmp_path / "engine")
+    assert engine.plugin_dtype == (dtype if plugin == "auto" else plugin)
+    part = shard_config(ModelConfig.from_dict(raw), ranks)
+    listed = {
+        "inputs": engine_inputs(part, engine.plugin_dtype, 40, ranks),
+        "outputs": engine_outputs(part, dtype, engine.plugin_dtype),
+    }
+    for kind, bindings in listed.items():
+        tensors = getattr(network, kind)
+        assert tensors.keys() == {x.name for x in bindings}
+        for x in bindings:
+            tensor = tensors[x.name]
+            assert str(torch_dtype(tensor.dtype)) == f"torch.{x.dtype}", x.name
+            assert len(tensor.shape) == len(x.shape), x.name
+            for size, want in zip(tensor.shape, x.shape, strict=True):
+                assert size in (-1, want) or want == "vocab", (x.name, tensor.shape)
+    # A pool goes from the network's input into the plugins and out, with nothing between.
+    for node in network.find("GdnPrefill"):
+        pools = [x for x in network.inputs.values() if x.trt_tensor in node.inputs]
+        assert len(pools) == 3  # the pool, slots, and where prompts begin
+        assert any(x.trt_tensor is node.outputs[1] for x in network.outputs.values())
+
+
+def test_plain_decoding(tmp_path, world):
+    """With one node there is nothing of speculation in the network, and it decodes."""
+    networks = make(tmp_path, "dense", flags=("--treewy_max_nodes", "1"))
+    assert not any(name.startswith("spec_decoding") for name in networks[0].inputs)
+    expected, ours = executors(tmp_path, networks, replace(WIDE, max_nodes=1))
+    gen = torch.Generator().manual_seed(1)
+    for executor in (expected, ours):
+        assert executor.try_allocate(2, 40)
+    batch = random_prompts(gen, 96, [11], [2], [0])
+    close(ours.prefill(batch).logits, expected.prefill(batch).logits)
+    tree = random_tree(gen, 96, [2], [11], 1)
+    close(ours.verify(tree).logits, expected.verify(tree).logits)
+    with pytest.raises(ValueError, match="cannot draft"):
+        ours.draft_extend(batch, torch.zeros(11, 32))
+
+
+def test_fused_and_plain_feed_forward(tmp_path, world):
+    """The builder's own replacement of GatedMLP leaves the model what it is."""
+    fused = make(tmp_path, "dense")
+    plain = make(tmp_path, "dense", flags=("--use_fused_mlp", "disable"))
+    assert len(fused[0].find("swiglu")) == 4
+    assert not plain[0].find("swiglu")
+    gen = torch.Generator().manual_seed(1)
+    batch = random_prompts(gen, 96, [11], [2], [0])
+    logits = []
+    for networks in (fused, plain):
+        _, ours = executors(tmp_path, networks)
+        assert ours.try_allocate(2, 40)
+        logits.append(ours.prefill(batch).logits)
+    close(*logits)
+
+
+def test_refusals_of_the_executor(tmp_path, world):
+    _, ours = executors(tmp_path, make(tmp_path, "dense"))
+    gen = torch.Generator().manual_seed(1)
+    assert ours.try_allocate(0, 40)
+    tree = random_tree(gen, 96, [0], [3], 41)
+    with pytest.raises(ValueError, match="max_nodes 40"):
+        ours.verify(tree)
+    tree = random_tree(gen, 96, [0], [3], 4)
+    with pytest.raises(ValueError, match="no verified tree"):
+        ours.commit(tree, random_acceptance(gen, tree))
+    ours.verify(tree)
+    with pytest.raises(ValueError, match="is pending"):
+        ours.verify(tree)
+    ours.discard()
+    ours.verify(tree)
+
+
+def test_packed_mask():
+    parents = torch.tensor([[-1, 0, 0, 1] + [3] * 30])
+    sees = ancestor_mask(parents, torch.tensor([33]))
+    words = packed_mask(sees)
+    assert words.shape == (34, 2)
+    assert words.dtype == torch.int32
+    bits = [[(int(w) >> i) & 1 for w in row for i in range(32)] for row in words]
+    assert [i for i, bit in enumerate(bits[3]) if bit] == [0, 1, 3]
+    assert [i for i, bit in enumerate(bits[32]) if bit] == [0, 1, 3, 32]
+    assert [i for i, bit in enumerate(bits[31]) if bit] == [0, 1, 3, 31]  # the sign bit
+    assert [i for i, bit in enumerate(bits[33]) if bit] == [33]  # padding sees itself
+
+
+@pytest.mark.parametrize("drafts", ["plain", "tree", "dynamic"])
+def test_generates_the_same_text(tmp_path, world, monkeypatch, shipped_model, drafts):
+    """The runtime from a directory: LLM, scheduler, drafter and acceptance over the double."""
+    from trtllm_treewy import LLM, MTPDecodingConfig, SamplingParams
+    from trtllm_treewy.runtime import trtllm_network
+
+    convert_checkpoint(shipped_model, tmp_path / "ckpt", dtype="float32")
+    engine = tmp_path / "engine"
+    networks = build(tmp_path / "ckpt", engine, tmp_path / "libtreewy_tensorrt.so")
+    speculation = {
+        "plain": None,
+        "tree": MTPDecodingConfig(draft_tree_widths=(3, 2)),
+        "dynamic": MTPDecodingConfig(
+            use_dynamic_tree=True, max_total_draft_tokens=12, dynamic_tree_max_topK=3, max_draft_len=3
+        ),
+    }[drafts]
+    network = DoubleNetwork(networks)
+    monkeypatch.setattr(trtllm_network, "TrtllmNetwork", lambda *_: network)
+    monkeypatch.setattr(TrtllmEngine, "check", lambda self, **_: None)
+    init = TrtllmExecutor.__init__
+
+    def connect(self, *args):
+        init(self, *args)
+        network.executor = self
+
+    monkeypatch.setattr(TrtllmExecutor, "__init__", connect)
+    texts = []
+    for directory in (engine, shipped_model):
+        with LLM(
+            directory,
+            device="cpu",
+            dtype="float32",
+            max_batch_size=3,
+            max_seq_len=128,
+            max_num_tokens=40,  # prompts come in chunks
+            speculative_config=speculation,
+        ) as llm:
+            prompts = ["Once upon a time", "The quick brown fox " * 3, "1 2 3"]
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0))
+            texts.append([x.outputs[0].token_ids for x in outputs])
+    assert texts[0] == texts[1]
+    assert all(len(x) > 2 for x in texts[0])

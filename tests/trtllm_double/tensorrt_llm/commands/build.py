@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-from importlib.machinery import SourceFileLoader
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 
 import torch
 
@@ -57,7 +58,9 @@ def main():
     os.makedirs(args.output_dir, exist_ok=True)
     model_cls = None
     if args.model_cls_file is not None:
-        module = SourceFileLoader("models", args.model_cls_file).load_module()
+        spec = spec_from_file_location("models", args.model_cls_file)
+        module = sys.modules["models"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
         model_cls = getattr(module, args.model_cls_name)
     workers = min(torch.cuda.device_count(), args.workers)
     assert workers == 1, "a pool of no workers, or of spawned ones"
