@@ -189,9 +189,7 @@ def _check_devices() -> None:
     import torch
 
     if torch.cuda.device_count() == 0:
-        raise ValueError(
-            "torch finds no CUDA device: an engine is built on the GPU that it is for"
-        )
+        raise ValueError("torch finds no CUDA device: an engine is built on the GPU that it is for")
 
 
 def _is_engine(folder: Path) -> bool:

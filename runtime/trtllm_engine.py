@@ -1,7 +1,7 @@
 """Engines that `trtllm-build` made of our models: recognised, and checked before they are opened.
 
-The directory: `config.json` (TensorRT-LLM's, with ours in it), `rank{r}.engine`, and where the model
-has an MTP module `draft.safetensors`.
+The directory: `config.json` (TensorRT-LLM's, with ours in it), `rank{r}.engine`, and where the
+model has an MTP module `draft.safetensors`.
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ class _Requests:
 
 
 def packed_mask(ancestors: Tensor) -> Tensor:
-    """What each node sees as bits of words: int32 [B * N, ceil(N / 32)], bit j % 32 of word j // 32.
+    """What each node sees: int32 [B * N, ceil(N / 32)], node j as bit j % 32 of word j // 32.
 
     Args:
         ancestors: bool [B, N, N], ancestor or self; a node that sees nothing (padding) sees

@@ -1,7 +1,7 @@
 """An engine of `trtllm-build` in TensorRT: its plugins loaded, its tensors bound by name.
 
-Needs `tensorrt_llm`, which brings the plugins of attention and experts with it. Steps are enqueued on
-torch's current stream, each with its own shapes.
+Needs `tensorrt_llm`, which brings the plugins of attention and experts with it. Steps are enqueued
+on torch's current stream, each with its own shapes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`trtllm-build` with our flags, against the double; and the 15 traps of its contract, each by number."""
+"""`trtllm-build` with our flags, against the double; and the 15 traps of its contract."""
 
 from __future__ import annotations
 
@@ -139,10 +139,12 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("version", ["1.1.0", "1.2.0"])
-@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize(
+    ("version", "case"),
+    [("1.2.0", case) for case in REFUSALS] + [("1.1.0", case) for case in ("off", "lora", "nodes")],
+)
 def test_refused_with_one_line_and_nothing_written(
-    monkeypatch, tmp_path, checkpoint, capsys, case, version
+    monkeypatch, tmp_path, checkpoint, capsys, version, case
 ):
     flags, reason = REFUSALS[case]
     library = tmp_path / "libtreewy_tensorrt.so"
@@ -246,13 +248,14 @@ def test_without_the_library(capsys):
 
 
 def test_a_library_that_is_not_as_expected(world, monkeypatch, capsys):
-    from tensorrt_llm import functional, layers
+    from tensorrt_llm import functional
+    from tensorrt_llm.layers import moe
 
     monkeypatch.delattr(functional, "gather_last_token_logits")
-    monkeypatch.delattr(layers, "SharedMoE")
+    monkeypatch.delattr(moe, "SharedMoE")
     assert main(["trtllm-build", "--checkpoint_dir", "x"]) == 2
     err = capsys.readouterr().err
-    assert "tensorrt_llm.layers.SharedMoE: missing and 1 more" in err
+    assert "tensorrt_llm.layers.moe.SharedMoE: missing and 1 more" in err
 
 
 def test_plugins_that_do_not_register(world, tmp_path, make, monkeypatch):
@@ -284,7 +287,8 @@ def test_stock_command(world, tmp_path, checkpoint, monkeypatch):
     monkeypatch.setenv("TREEWY_TENSORRT_LIBRARY", str(tmp_path))
     words = ["trtllm-build", "--checkpoint_dir", str(checkpoint), "--output_dir",
              str(tmp_path / "engine"), "--model_cls_file", str(file), "--model_cls_name",
-             "TreewyQwen3_5ForCausalLM", "--max_seq_len", "64", "--max_batch_size", "2"]  # fmt: skip
+             "TreewyQwen3_5ForCausalLM", "--max_seq_len", "64",
+             "--max_batch_size", "2"]  # fmt: skip
     for flags, nodes in (([], 64), (["--max_draft_len", "15"], 16)):
         monkeypatch.setattr(sys, "argv", [*words, *flags])
         command.main()
@@ -433,8 +437,9 @@ def test_trap_11_our_flags_before_the_stock_class(monkeypatch, tmp_path, make, v
     with trtllm_double(monkeypatch, version):
         make()
         flags = engine_config(tmp_path)["build_config"]["plugin_config"]
-        from trtllm_treewy.export.trtllm import plugin_config
         from types import SimpleNamespace
+
+        from trtllm_treewy.export.trtllm import plugin_config
 
         stock = plugin_config._base.from_arguments(SimpleNamespace(**flags))
         assert not hasattr(stock, "treewy_max_nodes")

@@ -79,7 +79,7 @@ def test_types(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_config(tmp_path, ranks):
-    """Every key that the library, or its C++ runtime, reads of a hybrid; none in other spellings."""
+    """Every key that the library, or its C++ runtime, reads of a hybrid, as it spells them."""
     raw, _ = write(tmp_path / "hf", "moe")
     convert_checkpoint(tmp_path / "hf", tmp_path / "out", ranks=ranks, max_position_embeddings=256)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -269,7 +269,8 @@ def test_writer(tmp_path):
     got = load_file(tmp_path / "a.safetensors")
     assert torch.equal(got["x"], x)
     assert got["empty"].shape == (0, 4)
-    with pytest.raises(ValueError, match="x was not written"), SafetensorsWriter(
-        tmp_path / "b.safetensors", header
+    with (
+        pytest.raises(ValueError, match="x was not written"),
+        SafetensorsWriter(tmp_path / "b.safetensors", header),
     ):
         pass

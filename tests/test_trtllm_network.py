@@ -1,8 +1,8 @@
 """The network that our model class builds with the double: its nodes, and what they compute.
 
-The double is no proof that the library takes it (see tests/trtllm_double/README.md); that the network
-is the model's, these tests do show: it runs prompts in chunks, trees, commits and whole generations
-as the torch executor does.
+The double is no proof that the library takes it (see tests/trtllm_double/README.md); that the
+network is the model's, these tests do show: it runs prompts in chunks, trees, commits and whole
+generations as the torch executor does.
 """
 
 from __future__ import annotations
@@ -181,17 +181,18 @@ def test_nodes(tmp_path, world, kind, ranks):
         "has_tree_mask": True,
     }
     experts = network.find("MixtureOfExperts")
-    assert [node.fields for node in experts] == [
-        {"top_k": 2, "normalization_mode": 1}
-    ] * (4 if kind == "moe" else 0)
+    assert [node.fields for node in experts] == [{"top_k": 2, "normalization_mode": 1}] * (
+        4 if kind == "moe" else 0
+    )
     # A sum behind every mixer and every feed-forward block; the head's columns together.
     assert len(network.find("allreduce")) == (8 if ranks > 1 else 0)
     assert len(network.find("allgather")) == (1 if ranks > 1 else 0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("plugin", ["auto", "float32"])
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "plugin"),
+    [(1, "float16", "auto"), (2, "bfloat16", "auto"), (1, "bfloat16", "float32")],
+)
 def test_tensors_are_those_of_the_list(tmp_path, world, ranks, dtype, plugin):
     """`trtllm_bindings` names every input and output of the network, with types and sizes."""
     from tensorrt_llm.network import torch_dtype
@@ -256,6 +257,19 @@ def test_fused_and_plain_feed_forward(tmp_path, world):
     close(*logits)
 
 
+def test_a_slot_used_before(tmp_path, world):
+    """Plugins go on from what a slot holds; a new sequence finds zeros there, and its own text."""
+    _, ours = executors(tmp_path, make(tmp_path, "dense"))
+    gen = torch.Generator().manual_seed(1)
+    batch = random_prompts(gen, 96, [11], [2], [0])
+    logits = []
+    for _ in range(2):
+        assert ours.try_allocate(2, 40)
+        logits.append(ours.prefill(batch).logits)
+        ours.free(2)
+    assert torch.equal(*logits)
+
+
 def test_refusals_of_the_executor(tmp_path, world):
     _, ours = executors(tmp_path, make(tmp_path, "dense"))
     gen = torch.Generator().manual_seed(1)
@@ -299,7 +313,10 @@ def test_generates_the_same_text(tmp_path, world, monkeypatch, shipped_model, dr
         "plain": None,
         "tree": MTPDecodingConfig(draft_tree_widths=(3, 2)),
         "dynamic": MTPDecodingConfig(
-            use_dynamic_tree=True, max_total_draft_tokens=12, dynamic_tree_max_topK=3, max_draft_len=3
+            use_dynamic_tree=True,
+            max_total_draft_tokens=12,
+            dynamic_tree_max_topK=3,
+            max_draft_len=3,
         ),
     }[drafts]
     network = DoubleNetwork(networks)
@@ -319,12 +336,17 @@ def test_generates_the_same_text(tmp_path, world, monkeypatch, shipped_model, dr
             device="cpu",
             dtype="float32",
             max_batch_size=3,
-            max_seq_len=128,
+            max_seq_len=160,
             max_num_tokens=40,  # prompts come in chunks
             speculative_config=speculation,
+            kv_cache_config={"enable_block_reuse": drafts == "tree"},
         ) as llm:
-            prompts = ["Once upon a time", "The quick brown fox " * 3, "1 2 3"]
-            outputs = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0))
-            texts.append([x.outputs[0].token_ids for x in outputs])
+            prompts = ["Once upon a time", "The quick brown fox " * 12, "1 2 3"]
+            texts.append([])
+            for _ in range(2):  # the second time from cached prefixes, where they are kept
+                outputs = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0))
+                texts[-1] += [x.outputs[0].token_ids for x in outputs]
+            if drafts == "tree":
+                assert llm.stats.prefix_hit_tokens > 0
     assert texts[0] == texts[1]
     assert all(len(x) > 2 for x in texts[0])

@@ -110,8 +110,8 @@ class DoubleNetwork:
         return {n: x for n, x in self.last[0].items() if not n.startswith("present_")}
 
     def _rank_feeds(self, rank, given):
-        from tensorrt_llm.functional import POOLS
         import torch
+        from tensorrt_llm.functional import POOLS
 
         while len(self.others) < rank:
             pools = {n: torch.zeros_like(x) for n, x in given.items() if n.startswith("past_")}

@@ -27,6 +27,7 @@ from .runtime import async_engine
 from .runtime.build import build_engine
 from .runtime.detokenizer import Detokenizer
 from .runtime.engine_files import executor_maker
+from .runtime.executor import Executor, ExecutorLimits
 from .runtime.request import Request
 from .runtime.stats import EngineStats
 from .runtime.trtllm_engine import TrtllmEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from .plugin_contract import LIBRARY, NAMESPACE, VERIFY, VERSION
@@ -45,7 +45,7 @@ def find_plugin_library(path: str | Path | None = None) -> Path:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_plugin_library(path: str | Path | None = None) -> Path:
     """Loads the library once TensorRT is there, and looks for its creators in the registry.
 

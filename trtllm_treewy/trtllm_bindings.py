@@ -1,4 +1,4 @@
-"""Every tensor of an engine that `trtllm-build` makes of our models: name, shape, type, where it is.
+"""Every tensor of an engine of `trtllm-build`, of our models: name, shape, type, where it is.
 
 The library's own inputs keep its names and meanings; ours begin with `treewy_`, or are its names
 for recurrent states. Layers are counted over all layers, as the library does.
@@ -44,7 +44,7 @@ class EngineBinding:
 
 
 def state_inputs(part: ModelConfig, plugin_dtype: str) -> list[EngineBinding]:
-    """The pools of the GDN layers; `part` is one rank's config, `plugin_dtype` the windows' type."""
+    """The pools of the GDN layers of `part`, one rank's config; windows are of `plugin_dtype`."""
     window = ("slots", part.linear_conv_kernel_dim - 1, part.conv_dim)
     heads, dim = part.linear_num_value_heads, part.linear_value_head_dim
     state = ("slots", heads, dim, part.linear_key_head_dim)
@@ -88,7 +88,9 @@ def library_inputs(part: ModelConfig, max_nodes: int, ranks: int) -> list[Engine
         of_requests(
             "host_past_key_value_lengths", "of a tree: tokens before it; else the prompt's", HOST
         ),
-        EngineBinding("kv_cache_block_offsets", offsets, "int32", "block * 2 * layers + (0 K, 1 V)"),
+        EngineBinding(
+            "kv_cache_block_offsets", offsets, "int32", "block * 2 * layers + (0 K, 1 V)"
+        ),
         EngineBinding("host_kv_cache_block_offsets", offsets, "int32", "the same", HOST),
         EngineBinding(
             "host_kv_cache_pool_pointers",
@@ -149,7 +151,9 @@ def engine_outputs(part: ModelConfig, dtype: str, plugin_dtype: str) -> list[Eng
     keys = (part.linear_num_key_heads, part.linear_key_head_dim)
     result = [
         EngineBinding("logits", ("Q", "vocab"), "float32", "of the rows in last_token_ids"),
-        EngineBinding("treewy_hidden_states", ("T", part.hidden_size), dtype, "after the last norm"),
+        EngineBinding(
+            "treewy_hidden_states", ("T", part.hidden_size), dtype, "after the last norm"
+        ),
     ]
     pools = {x.name: x for x in state_inputs(part, plugin_dtype)}
     stash: tuple[tuple[str, Shape, str, str], ...] = (

@@ -141,9 +141,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         "tensorrt_llm.layers",
         "Attention.forward",
-        _names(
-            "hidden_states use_cache spec_decoding_params kv_cache_params attention_params"
-        ),
+        _names("hidden_states use_cache spec_decoding_params kv_cache_params attention_params"),
         "calls self.qkv(x, ...) and self.dense(context, ...)",
         "A",
     ),
@@ -210,21 +208,21 @@ SYMBOLS: tuple[Symbol, ...] = (
         "ML",
     ),
     Symbol(
-        "tensorrt_llm.layers",
+        "tensorrt_llm.layers.moe",
         "MoeConfig",
         _names("num_experts shared_expert_intermediate_size top_k normalization_mode"),
         "experts",
         "MOE",
     ),
     Symbol(
-        "tensorrt_llm.layers",
+        "tensorrt_llm.layers.moe",
         "MoeConfig.ExpertScaleNormalizationMode.RENORMALIZE",
         (),
         "routing weights sum to one",
         "MOE",
     ),
     Symbol(
-        "tensorrt_llm.layers",
+        "tensorrt_llm.layers.moe",
         "SharedMoE",
         _names(
             "moe_config hidden_size ffn_hidden_size hidden_act mapping bias dtype tp_group "

@@ -1,8 +1,8 @@
 """A Hugging Face directory to a TensorRT-LLM checkpoint, and back into our own model.
 
 The checkpoint: `config.json`, `rank{r}.safetensors` for each rank, the files that text needs, and
-`draft.safetensors` with the MTP module, the embedding and the head as they were, whole. The library has
-no part for that module and does not read the file; our runtime drafts with it.
+`draft.safetensors` with the MTP module, the embedding and the head as they were, whole. The library
+has no part for that module and does not read the file; our runtime drafts with it.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _profiles(common: dict[str, Any], net: Any) -> int:
 
 
 def _ranges(sizes: Sizes, build: BuildSettings) -> dict[str, Range]:
-    """Smallest, usual and largest of our dynamic dimensions; a step may be prompts or trees only."""
+    """Least, usual and largest of our dynamic dimensions; a step may be prompts or trees only."""
     batch, nodes = sizes.max_batch_size, build.max_nodes
     return {
         "P": (0, 1, batch),
@@ -160,6 +160,4 @@ def _attention(made: dict[str, Any], max_input_len: int) -> AttentionParams:
         "host_runtime_perf_knobs",
         "host_context_progress",
     )
-    return AttentionParams(
-        max_context_length=max_input_len, **{name: made[name] for name in names}
-    )
+    return AttentionParams(max_context_length=max_input_len, **{name: made[name] for name in names})

@@ -16,12 +16,11 @@ from tensorrt_llm.layers import (
     AttentionMaskType,
     ColumnLinear,
     GatedMLP,
-    MoeConfig,
     PositionEmbeddingType,
     RmsNorm,
     RowLinear,
-    SharedMoE,
 )
+from tensorrt_llm.layers.moe import MoeConfig, SharedMoE
 from tensorrt_llm.module import Module
 from tensorrt_llm.parameter import Parameter
 
@@ -102,7 +101,9 @@ class GatedQkv(ColumnLinear):  # type: ignore[misc]
 
     def __init__(self, setting: Setting, gate: Gate) -> None:
         config, part = setting.whole, setting.part
-        query, key = (n * part.head_dim for n in (part.num_attention_heads, part.num_key_value_heads))
+        query, key = (
+            n * part.head_dim for n in (part.num_attention_heads, part.num_key_value_heads)
+        )
         super().__init__(
             in_features=config.hidden_size,
             out_features=2 * (query + key) * setting.mapping.tp_size,

@@ -99,9 +99,7 @@ class Transformer(Module):  # type: ignore[misc]
         super().__init__()
         config = setting.whole
         self.linear_layers = config.linear_layers
-        self.vocab_embedding = Embedding(
-            config.vocab_size, config.hidden_size, dtype=setting.dtype
-        )
+        self.vocab_embedding = Embedding(config.vocab_size, config.hidden_size, dtype=setting.dtype)
         self.layers = ModuleList(
             [Block(setting, layer) for layer in range(config.num_hidden_layers)]
         )

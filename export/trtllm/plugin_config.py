@@ -29,7 +29,7 @@ _base: Any = plugin.PluginConfig
 if hasattr(_base, "model_fields"):
     from pydantic import Field
 
-    class TreewyPluginConfig(_base):
+    class TreewyPluginConfig(_base):  # type: ignore[misc]
         """The library's PluginConfig with our flags (1.2)."""
 
         treewy_plugin: Optional[  # noqa: UP045  (the parser looks for Union)
@@ -40,7 +40,7 @@ if hasattr(_base, "model_fields"):
 else:
 
     @dataclass(slots=True)
-    class TreewyPluginConfig(_base):  # type: ignore[no-redef]
+    class TreewyPluginConfig(_base):  # type: ignore[no-redef,misc]
         """The library's PluginConfig with our flags (1.0 and 1.1)."""
 
         _treewy_plugin: Optional[str] = field(  # noqa: UP045

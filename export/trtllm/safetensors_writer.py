@@ -60,7 +60,7 @@ class SafetensorsWriter:
                 f"{list(tensor.shape)} {tensor.dtype}"
             )
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        self._file.write(memoryview(flat.view(torch.uint8).numpy()))
+        self._file.write(flat.view(torch.uint8).numpy().data)
         self._next += 1
 
     def __enter__(self) -> SafetensorsWriter:

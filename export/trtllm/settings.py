@@ -1,4 +1,4 @@
-"""What an engine of our models may be built with: one check, for the command and the model class."""
+"""What an engine of ours may be built with: one check for the command and the model class."""
 
 from __future__ import annotations
 

@@ -149,9 +149,7 @@ def _attention(name: str, source: str, part: ModelConfig) -> list[Target]:
     result = []
     for kind in ("weight", "bias") if part.attention_bias else ("weight",):
         q, k, v = (f"{source}.{x}_proj.{kind}" for x in "qkv")
-        result.append(
-            Target(f"{name}.qkv.{kind}", (q, k, v, q), pack, unpack, readable=(q, k, v))
-        )
+        result.append(Target(f"{name}.qkv.{kind}", (q, k, v, q), pack, unpack, readable=(q, k, v)))
     result.append(_same(f"{name}.dense.weight", f"{source}.o_proj.weight"))
     if part.attention_bias:  # added after the sum over ranks, so each rank has all of it
         result.append(_same(f"{name}.dense.bias", f"{source}.o_proj.bias", whole=True))

@@ -9,9 +9,7 @@ from .engine_arguments import DTYPES, positive
 from .program import PROGRAM
 
 
-def add_convert_checkpoint(
-    add_parser: Callable[..., argparse.ArgumentParser], epilog: str
-) -> None:
+def add_convert_checkpoint(add_parser: Callable[..., argparse.ArgumentParser], epilog: str) -> None:
     """Adds the command to the parser."""
     parser = add_parser(
         "convert-checkpoint",

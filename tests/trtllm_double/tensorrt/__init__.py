@@ -20,7 +20,7 @@ class DataType(IntEnum):
 
 
 float32, float16, int32 = DataType.FLOAT, DataType.HALF, DataType.INT32
-bfloat16, int64, bool = DataType.BF16, DataType.INT64, DataType.BOOL  # noqa: A001
+bfloat16, int64, bool = DataType.BF16, DataType.INT64, DataType.BOOL
 
 
 class PluginFieldType(Enum):
@@ -35,7 +35,7 @@ class TensorRTPhase(Enum):
 
 
 class PluginField:
-    def __init__(self, name, data, type):  # noqa: A002
+    def __init__(self, name, data, type):
         assert isinstance(data, np.ndarray), f"{name}: a field's data is a numpy array"
         self.name, self.data, self.type = name, data, type
 

@@ -71,7 +71,9 @@ def record(op, inputs, shape, function, dtype=None, fields=None):
 
 def constant(array):
     value = torch.as_tensor(np.ascontiguousarray(array))
-    dtype = {torch.int32: trt.int32, torch.int64: trt.int64, torch.float32: trt.float32}[value.dtype]
+    dtype = {torch.int32: trt.int32, torch.int64: trt.int64, torch.float32: trt.float32}[
+        value.dtype
+    ]
     return constant_tensor(value, dtype)
 
 
@@ -105,15 +107,13 @@ def _arithmetic(op, a, b, function):
     return out
 
 
-def shape(input, dim=None):  # noqa: A002
+def shape(input, dim=None):
     if dim is None:
-        out = record(
-            "shape", [input], [input.ndim()], lambda x: torch.tensor(x.shape), trt.int64
-        )
+        out = record("shape", [input], [input.ndim()], lambda x: torch.tensor(x.shape), trt.int64)
         out.known = list(input.shape)
         return out
-    out = record("shape", [input], [1], lambda x: torch.tensor([x.shape[dim]]), trt.int64)
-    out.known = [input.shape[dim]]
+    out = record("shape", [input], [], lambda x: torch.tensor(x.shape[dim]), trt.int64)
+    out.known = [input.shape[dim]]  # of rank 0, as the library's
     return out
 
 
@@ -130,6 +130,10 @@ def concat(inputs, dim=0):
     for index, x in enumerate(inputs):
         if tensors[index] is None:
             tensors[index] = constant_tensor(torch.tensor([x]), first.dtype)
+        elif x.ndim() == 0:
+            tensors[index] = view(x, [1])
+            tensors[index].known = x.known
+    first = tensors[0]
     assert len({x.dtype for x in tensors}) == 1
     sizes = list(first.shape)
     dim = dim % len(sizes)
@@ -144,7 +148,7 @@ def concat(inputs, dim=0):
     return out
 
 
-def view(input, shape, zero_is_placeholder=True):  # noqa: A002
+def view(input, shape, zero_is_placeholder=True):
     known, tensor = _values(shape)
     inputs = [input] if tensor is None else [input, tensor]
 
@@ -157,7 +161,7 @@ def view(input, shape, zero_is_placeholder=True):  # noqa: A002
     return record("view", inputs, known, run)
 
 
-def slice(input, starts, sizes, strides=None):  # noqa: A001, A002
+def slice(input, starts, sizes, strides=None):
     assert strides is None
     (_, start), (known, size) = _values(starts), _values(sizes)
     fixed = (None if start is not None else list(starts)), known
@@ -188,22 +192,22 @@ def split(tensor, split_size_or_sections, dim=0):
     return outputs
 
 
-def cast(input, dtype):  # noqa: A002
+def cast(input, dtype):
     dtype = str_dtype_to_trt(dtype) if isinstance(dtype, str) else dtype
     if input.dtype == dtype:
         return input
     return record("cast", [input], input.shape, lambda x: x.to(torch_dtype(dtype)), dtype)
 
 
-def sigmoid(input):  # noqa: A002
+def sigmoid(input):
     return record("sigmoid", [input], input.shape, torch.sigmoid)
 
 
-def silu(input):  # noqa: A002
+def silu(input):
     return record("silu", [input], input.shape, lambda x: x * torch.sigmoid(x))
 
 
-def swiglu(input):  # noqa: A002
+def swiglu(input):
     sizes = [*input.shape[:-1], input.shape[-1] // 2]
 
     def run(x):
@@ -213,14 +217,14 @@ def swiglu(input):  # noqa: A002
     return record("swiglu", [input], sizes, run)
 
 
-def matmul(input, mat2, transa=False, transb=False):  # noqa: A002
+def matmul(input, mat2, transa=False, transb=False):
     assert not transa and transb and input.dtype == mat2.dtype, "strongly typed"
     assert input.shape[-1] == mat2.shape[-1], (input.shape, mat2.shape)
     sizes = [*input.shape[:-1], mat2.shape[0]]
     return record("matmul", [input, mat2], sizes, lambda x, w: x @ w.T)
 
 
-def rms_norm(input, normalized_shape, num_groups, weight, eps):  # noqa: A002
+def rms_norm(input, normalized_shape, num_groups, weight, eps):
     assert num_groups == 1 and input.dtype == weight.dtype, "strongly typed"
     assert tuple(input.shape[-len(normalized_shape) :]) == tuple(normalized_shape)
 
@@ -231,7 +235,7 @@ def rms_norm(input, normalized_shape, num_groups, weight, eps):  # noqa: A002
     return record("rms_norm", [input, weight], input.shape, run, fields={"eps": eps})
 
 
-def embedding(input, weight):  # noqa: A002
+def embedding(input, weight):
     sizes = [*input.shape, weight.shape[1]]
     return record("embedding", [input, weight], sizes, lambda i, w: w[i.long()], weight.dtype)
 
@@ -396,7 +400,9 @@ def _attend(values, layer, sizes, q_scaling, rotary_dim):
         pool[block[past:], layer, 1, :, inner[past:]] = v.to(pool.dtype)
         keys, values_ = (pool[block, layer, i, :, inner].to(q.dtype) for i in (0, 1))
         keys, values_ = (x.repeat_interleave(heads // kv_heads, 1) for x in (keys, values_))
-        scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) / (q_scaling * math.sqrt(dim))
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) / (
+            q_scaling * math.sqrt(dim)
+        )
         allowed = torch.cat([torch.ones(count, past).bool(), sees], 1)
         weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
         attended = torch.einsum("hqk,khd->qhd", weights, values_.float())

@@ -90,12 +90,19 @@ def run_ranks(networks, feeds):
                 low, high = (
                     (low_high[0], low_high[2]) if isinstance(low_high, list) else (low_high,) * 2
                 )
-                assert want in (-1, have) and low <= have <= high, (name, value.shape, axis, low_high)
+                assert want in (-1, have) and low <= have <= high, (
+                    name,
+                    value.shape,
+                    axis,
+                    low_high,
+                )
             known[tensor.trt_tensor] = value
         values.append(known)
     for nodes in zip(*(network.trt_network.nodes for network in networks), strict=True):
         assert len({node.op for node in nodes}) == 1
-        arguments = [[known[x] for x in node.inputs] for node, known in zip(nodes, values, strict=True)]
+        arguments = [
+            [known[x] for x in node.inputs] for node, known in zip(nodes, values, strict=True)
+        ]
         if nodes[0].op in ("allreduce", "allgather"):
             results = nodes[0].function([x[0] for x in arguments])
             results = [(x,) for x in results]
@@ -104,7 +111,11 @@ def run_ranks(networks, feeds):
         for node, known, result in zip(nodes, values, results, strict=True):
             result = result if isinstance(result, tuple) else (result,)
             for tensor, value in zip(node.outputs, result, strict=True):
-                assert value.dtype == torch_dtype(tensor.dtype), (node.op, value.dtype, tensor.dtype)
+                assert value.dtype == torch_dtype(tensor.dtype), (
+                    node.op,
+                    value.dtype,
+                    tensor.dtype,
+                )
                 shape = tuple(value.shape)
                 fits = len(shape) == len(tensor.shape) and all(
                     want in (-1, have) for want, have in zip(tensor.shape, shape, strict=True)

@@ -29,7 +29,9 @@ class PluginConfig(BaseModel):
 
     def __getattribute__(self, name):
         value = object.__getattribute__(self, name)
-        return self.dtype if name != "dtype" and isinstance(value, str) and value == "auto" else value
+        return (
+            self.dtype if name != "dtype" and isinstance(value, str) and value == "auto" else value
+        )
 
     @field_validator("*", mode="before")
     @classmethod

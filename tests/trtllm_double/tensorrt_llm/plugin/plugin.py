@@ -14,7 +14,7 @@ if os.environ.get("TRTLLM_DOUBLE") == "1.1":
         parser_options,
     )
 else:
-    from ._pydantic import PluginConfig, parser_options  # noqa: F401
+    from ._pydantic import PluginConfig, parser_options
 
 TRT_LLM_PLUGIN_NAMESPACE = "tensorrt_llm"
 cli_plugin_args = [
