@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trtllm_treewy.config import read_json
+from trtllm_treewy.plugin_library import LIBRARY_VARIABLE, load_plugin_library
 from trtllm_treewy.trtllm_config import (
     ARCHITECTURE,
     DRAFT_FILE,
@@ -66,12 +67,9 @@ def run(argv: list[str]) -> None:
     if ours:
         _check(build, args)
     _check_devices()
-    if ours or _plugin(args) is not None:
-        from trtllm_treewy.plugin_library import load_plugin_library
-
-        load_plugin_library(library)
+    loaded = load_plugin_library(library) if ours or _plugin(args) is not None else None
     output = Path(args.output_dir)
-    with _output(output, args.dry_run) as folder:
+    with _output(output, args.dry_run) as folder, _named(loaded):
         _run_command(build, [*argv, "--output_dir", str(folder)])
         if ours:
             _finish(args, folder)
@@ -190,6 +188,20 @@ def _check_devices() -> None:
 
     if torch.cuda.device_count() == 0:
         raise ValueError("torch finds no CUDA device: an engine is built on the GPU that it is for")
+
+
+@contextmanager
+def _named(library: Path | None) -> Iterator[None]:
+    """Names the plugin library in the environment, where the build's workers look for it."""
+    before = os.environ.get(LIBRARY_VARIABLE)
+    if library is not None:
+        os.environ[LIBRARY_VARIABLE] = str(library.absolute())
+    try:
+        yield
+    finally:
+        os.environ.pop(LIBRARY_VARIABLE, None)
+        if before is not None:
+            os.environ[LIBRARY_VARIABLE] = before
 
 
 def _is_engine(folder: Path) -> bool:

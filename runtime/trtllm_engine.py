@@ -40,6 +40,7 @@ class TrtllmEngine:
         ranks: tensor parallel size; the runtime runs engines of one rank.
         dtype: of activations, and of the KV cache.
         plugin_dtype: of the conv windows.
+        logits_dtype: of the logits.
         max_batch_size, max_seq_len, max_num_tokens, max_nodes: the largest that it takes.
         tokens_per_block: rows of a block of the KV cache.
         version: of the library that built it.
@@ -50,6 +51,7 @@ class TrtllmEngine:
     ranks: int
     dtype: str
     plugin_dtype: str
+    logits_dtype: str
     max_batch_size: int
     max_seq_len: int
     max_num_tokens: int
@@ -85,6 +87,7 @@ class TrtllmEngine:
             ranks=ranks,
             dtype=dtype,
             plugin_dtype=dtype if plugin == "auto" else str(plugin),
+            logits_dtype=str(pretrained.get("logits_dtype", "float32")),
             max_batch_size=_size(build, "max_batch_size", path),
             max_seq_len=_size(build, "max_seq_len", path),
             max_num_tokens=_size(build, "max_num_tokens", path),
@@ -103,7 +106,7 @@ class TrtllmEngine:
     @property
     def outputs(self) -> list[EngineBinding]:
         """Of an engine of one rank."""
-        return engine_outputs(self.config, self.dtype, self.plugin_dtype)
+        return engine_outputs(self.config, self.dtype, self.plugin_dtype, self.logits_dtype)
 
     def check(
         self,

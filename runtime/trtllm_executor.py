@@ -174,7 +174,7 @@ class TrtllmExecutor(SequencePools):
                 "spec_decoding_use": torch.zeros(1),
             },
         )
-        return StepOutput(out["logits"], out["treewy_hidden_states"])
+        return StepOutput(out["logits"].float(), out["treewy_hidden_states"])
 
     @torch.inference_mode()
     def verify(self, tree: TreeBatch) -> StepOutput:
@@ -214,7 +214,7 @@ class TrtllmExecutor(SequencePools):
         self._pending = _Pending(tree, stash)
         shape = rows, nodes
         hidden = out["treewy_hidden_states"].unflatten(0, shape)
-        return StepOutput(out["logits"].unflatten(0, shape), hidden)
+        return StepOutput(out["logits"].float().unflatten(0, shape), hidden)
 
     @torch.inference_mode()
     def commit(self, tree: TreeBatch, acceptance: Acceptance) -> None:

@@ -16,6 +16,7 @@ from trtllm_world import DOUBLE, build, trtllm_double
 from trtllm_treewy.cli import main
 from trtllm_treewy.export import trtllm_build
 from trtllm_treewy.export.trtllm.convert import convert_checkpoint
+from trtllm_treewy.plugin_library import load_plugin_library
 from trtllm_treewy.trtllm_config import ARCHITECTURE
 
 RAW = hf_config(vocab_size=96, num_hidden_layers=4)
@@ -358,6 +359,28 @@ def test_trap_3_workers(monkeypatch, tmp_path, make, checkpoint, version):
            "TRTLLM_DOUBLE": version.rpartition(".")[0]}  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, env=env)
     assert done.stdout.strip() == b"12", done.stderr.decode()
+
+
+def test_trap_3_workers_find_the_plugins(world, tmp_path, make, monkeypatch):
+    """A worker is a process without our library: its path is in the environment meanwhile."""
+    from tensorrt_llm.commands import build as command
+
+    seen = []
+    real = command.main
+
+    def run():
+        import tensorrt
+
+        seen.append(os.environ["TREEWY_TENSORRT_LIBRARY"])
+        tensorrt.get_plugin_registry().names.clear()
+        load_plugin_library.cache_clear()
+        real()
+
+    monkeypatch.setattr(command, "main", run)
+    monkeypatch.delenv("TREEWY_TENSORRT_LIBRARY", raising=False)
+    assert make().find("TreeWyVerify")
+    assert seen == [str(tmp_path / "libtreewy_tensorrt.so")]
+    assert "TREEWY_TENSORRT_LIBRARY" not in os.environ
 
 
 def test_trap_3_no_gpu(monkeypatch, tmp_path, make):

@@ -61,6 +61,7 @@ def test_recognised(built):
         ranks=1,
         dtype="float32",
         plugin_dtype="float32",
+        logits_dtype="float32",
         max_batch_size=5,
         max_seq_len=192,
         max_num_tokens=512,

@@ -241,6 +241,19 @@ def test_plain_decoding(tmp_path, world):
         ours.draft_extend(batch, torch.zeros(11, 32))
 
 
+def test_logits_of_another_type(tmp_path, world):
+    expected, ours = executors(
+        tmp_path, make(tmp_path, "dense", flags=("--logits_dtype", "float16"))
+    )
+    gen = torch.Generator().manual_seed(1)
+    for executor in (expected, ours):
+        assert executor.try_allocate(2, 40)
+    batch = random_prompts(gen, 96, [11], [2], [0])
+    logits = ours.prefill(batch).logits
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected.prefill(batch).logits, rtol=1e-2, atol=1e-2)
+
+
 def test_fused_and_plain_feed_forward(tmp_path, world):
     """The builder's own replacement of GatedMLP leaves the model what it is."""
     fused = make(tmp_path, "dense")
@@ -343,8 +356,8 @@ def test_generates_the_same_text(tmp_path, world, monkeypatch, shipped_model, dr
         ) as llm:
             prompts = ["Once upon a time", "The quick brown fox " * 12, "1 2 3"]
             texts.append([])
-            for _ in range(2):  # the second time from cached prefixes, where they are kept
-                outputs = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0))
+            for _ in range(1 + (drafts == "tree")):  # the second time from cached prefixes
+                outputs = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0))
                 texts[-1] += [x.outputs[0].token_ids for x in outputs]
             if drafts == "tree":
                 assert llm.stats.prefix_hit_tokens > 0

@@ -145,12 +145,14 @@ def engine_inputs(
     ]
 
 
-def engine_outputs(part: ModelConfig, dtype: str, plugin_dtype: str) -> list[EngineBinding]:
+def engine_outputs(
+    part: ModelConfig, dtype: str, plugin_dtype: str, logits_dtype: str = "float32"
+) -> list[EngineBinding]:
     """All outputs; `part` is one rank's config, logits are whole."""
     heads, dim = part.linear_num_value_heads, part.linear_value_head_dim
     keys = (part.linear_num_key_heads, part.linear_key_head_dim)
     result = [
-        EngineBinding("logits", ("Q", "vocab"), "float32", "of the rows in last_token_ids"),
+        EngineBinding("logits", ("Q", "vocab"), logits_dtype, "of the rows in last_token_ids"),
         EngineBinding(
             "treewy_hidden_states", ("T", part.hidden_size), dtype, "after the last norm"
         ),

@@ -11,6 +11,7 @@ from tensorrt_llm._common import default_trtnet
 from tensorrt_llm.functional import Tensor, _add_plugin_info, _create_tensor
 
 from trtllm_treewy.plugin_contract import NAMESPACE, VERSION, PluginSpec
+from trtllm_treewy.plugin_library import load_plugin_library
 
 
 def add_plugin(spec: PluginSpec, inputs: Sequence[Tensor], **fields: int | str) -> list[Tensor]:
@@ -23,15 +24,17 @@ def add_plugin(spec: PluginSpec, inputs: Sequence[Tensor], **fields: int | str) 
 
     Raises:
         ValueError: a field or the number of inputs is wrong.
-        RuntimeError: the plugin library is not loaded.
+        FileNotFoundError, ValueError: the plugin library is not loaded, and cannot be.
     """
     expected = spec.inputs_with(**fields)
     if len(inputs) != len(expected):
         names = ", ".join(x.name for x in expected)
         raise ValueError(f"{spec.name}: expected the inputs {names}, got {len(inputs)}")
-    creator = trt.get_plugin_registry().get_creator(spec.name, VERSION, NAMESPACE)
-    if creator is None:
-        raise RuntimeError(f"TensorRT knows no plugin {spec.name}: the plugin library is missing")
+    registry = trt.get_plugin_registry()
+    creator = registry.get_creator(spec.name, VERSION, NAMESPACE)
+    if creator is None:  # a worker of the build, in a process of its own
+        load_plugin_library()
+        creator = registry.get_creator(spec.name, VERSION, NAMESPACE)
     collection = trt.PluginFieldCollection(
         [_field(name, value) for name, value in spec.values(**fields).items()]
     )

@@ -85,6 +85,8 @@ def main():
         dry_run=args.dry_run,
         plugin_config=plugin_config,
     )
+    if args.logits_dtype is not None:
+        model_config.logits_dtype = args.logits_dtype
     for rank in range(model_config.mapping.world_size):
         config = copy.deepcopy(model_config)
         config.set_rank(rank)
