@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trtllm_treewy.config import read_json
-from trtllm_treewy.plugin_library import LIBRARY_VARIABLE, load_plugin_library
+from trtllm_treewy.tensorrt_package import LIBRARY_VARIABLE, find_plugins, load_plugins
 from trtllm_treewy.trtllm_config import (
     ARCHITECTURE,
     DRAFT_FILE,
@@ -67,7 +67,7 @@ def run(argv: list[str]) -> None:
     if ours:
         _check(build, args)
     _check_devices()
-    loaded = load_plugin_library(library) if ours or _plugin(args) is not None else None
+    loaded = _load(library) if ours or _plugin(args) is not None else None
     output = Path(args.output_dir)
     with _output(output, args.dry_run) as folder, _named(loaded):
         _run_command(build, [*argv, "--output_dir", str(folder)])
@@ -188,6 +188,17 @@ def _check_devices() -> None:
 
     if torch.cuda.device_count() == 0:
         raise ValueError("torch finds no CUDA device: an engine is built on the GPU that it is for")
+
+
+def _load(library: str | None) -> Path:
+    """Loads the plugin library, or that of the usual places; its file."""
+    import tensorrt as trt
+
+    found = find_plugins() if library is None else Path(library)
+    if not found.is_file():
+        raise FileNotFoundError(f"--treewy_library: there is no file {found}")
+    load_plugins(trt, found)
+    return found
 
 
 @contextmanager

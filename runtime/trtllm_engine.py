@@ -6,7 +6,7 @@ model has an MTP module `draft.safetensors`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from trtllm_treewy.config import ModelConfig, read_json
+from trtllm_treewy.engine_config import EngineMismatchError
 from trtllm_treewy.llmapi import KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.trtllm_bindings import EngineBinding, engine_inputs, engine_outputs
 from trtllm_treewy.trtllm_config import (
@@ -25,7 +26,7 @@ from trtllm_treewy.trtllm_config import (
     model_config,
 )
 
-from .executor import Executor, ExecutorLimits
+from .executor import Executor, ExecutorLimits, ExecutorSource
 
 CONFIG_NAME = "config.json"
 
@@ -116,15 +117,15 @@ class TrtllmEngine:
         cache: KvCacheConfig,
         device: torch.device,
     ) -> None:
-        """Raises ValueError where this engine cannot run here, or not as asked."""
+        """Raises EngineMismatchError where this engine cannot run here, or not as asked."""
         where = self.directory
         if self.ranks != 1:
-            raise ValueError(
+            raise EngineMismatchError(
                 f"{where} is an engine of {self.ranks} ranks, and the runtime runs one: convert "
                 "with --tp-size 1"
             )
         if device.type != "cuda":
-            raise ValueError(f"{where} is an engine for a GPU, and the device is {device}")
+            raise EngineMismatchError(f"{where} is an engine for a GPU, and the device is {device}")
         wanted = str(dtype).removeprefix("torch.")
         for name, asked, built in (
             ("dtype", wanted, self.dtype),
@@ -132,40 +133,59 @@ class TrtllmEngine:
             ("the KV cache's dtype", cache.dtype, self.dtype),
         ):
             if asked not in ("auto", built):
-                raise ValueError(f"{where}: {name} is {built} as built, got {asked}")
+                raise EngineMismatchError(f"{where}: {name} is {built} as built, got {asked}")
         if speculation.state_commit != "reconstruct":
-            raise ValueError(
+            raise EngineMismatchError(
                 f"an engine commits by reconstruct, got state_commit={speculation.state_commit!r}"
             )
         if cache.tokens_per_block != self.tokens_per_block:
-            raise ValueError(
+            raise EngineMismatchError(
                 f"{where} has blocks of {self.tokens_per_block} tokens, got tokens_per_block="
                 f"{cache.tokens_per_block}"
             )
         self.check_files(drafts=speculation.enabled)
 
     def check_files(self, *, drafts: bool) -> None:
-        """Raises ValueError for a file that is not there; `drafts`: the MTP module's too."""
+        """Raises EngineMismatchError where a file is missing; `drafts`: the MTP module's too."""
         names = [f"rank{rank}.engine" for rank in range(self.ranks)]
         for name in [*names, DRAFT_FILE] if drafts else names:
             if not (self.directory / name).is_file():
-                raise ValueError(f"{self.directory}: {name} is missing: build the engine again")
+                raise EngineMismatchError(
+                    f"{self.directory}: {name} is missing: build the engine again"
+                )
+
+    def weight_bytes(self, *, drafts: bool) -> int:
+        """Bytes of the engine, which has its weights in it; `drafts`: and of the MTP module."""
+        names = ["rank0.engine", DRAFT_FILE] if drafts else ["rank0.engine"]
+        return sum((self.directory / name).stat().st_size for name in names)
+
+    def step_bytes(self, limits: ExecutorLimits) -> int:
+        """An estimate of scratch and outputs: a few activations of a step's tokens, and logits."""
+        config, itemsize = self.config, getattr(torch, self.dtype).itemsize
+        tokens = max(self.max_num_tokens, limits.max_batch_size * limits.max_nodes)
+        inner = config.intermediate_size or (
+            config.num_experts_per_tok * config.moe_intermediate_size
+            + config.shared_expert_intermediate_size
+        )
+        widest = 4 * config.hidden_size + 3 * max(inner, config.conv_dim + config.value_dim)
+        logits = 4 * limits.max_batch_size * limits.max_nodes * config.vocab_size
+        return tokens * widest * itemsize + logits
 
     def check_limits(self, limits: ExecutorLimits) -> None:
-        """Raises ValueError for limits beyond those that it was built with."""
+        """Raises EngineMismatchError for limits beyond those that it was built with."""
         for name, wanted, built, flag in (
             ("max_batch_size", limits.max_batch_size, self.max_batch_size, "max_batch_size"),
             ("max_seq_len", limits.max_seq_len, self.max_seq_len, "max_seq_len"),
             ("max_nodes", limits.max_nodes, self.max_nodes, "treewy_max_nodes"),
         ):
             if wanted > built:
-                raise ValueError(
+                raise EngineMismatchError(
                     f"{name} is {wanted}, and the engine was built for at most {built}: lower it, "
                     f"or build with --{flag} {wanted}"
                 )
         rows = limits.max_batch_size * limits.max_nodes
         if rows > self.max_num_tokens:
-            raise ValueError(
+            raise EngineMismatchError(
                 f"max_batch_size times max_nodes is {rows}, and the engine was built for "
                 f"{self.max_num_tokens} tokens a step: lower one, or build with --max_num_tokens "
                 f"{rows}"
@@ -178,12 +198,12 @@ def executor_maker(
     cache: KvCacheConfig,
     dtype: str | torch.dtype,
     device: torch.device,
-) -> Callable[[ExecutorLimits], Executor]:
-    """What makes the executor of an engine, once its limits are known.
+) -> ExecutorSource:
+    """What makes the executor of an engine, once its limits are known, and what it takes.
 
     Raises:
-        ValueError: the engine does not do what the settings ask for; checked here, before
-            anything is allocated.
+        EngineMismatchError: the engine does not do what the settings ask for; checked here,
+            before anything is allocated.
     """
     engine.check(dtype=dtype, speculation=speculation, cache=cache, device=device)
 
@@ -195,7 +215,12 @@ def executor_maker(
         network = TrtllmNetwork(engine.directory / "rank0.engine", engine.inputs, engine.outputs)
         return TrtllmExecutor(engine, limits, network, device)
 
-    return make
+    return ExecutorSource(
+        make=make,
+        weights=lambda limits: engine.weight_bytes(drafts=limits.max_nodes > 1),
+        steps=engine.step_bytes,
+        max_batch_size=engine.max_batch_size,
+    )
 
 
 def _object(raw: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trtllm_treewy.tensorrt_package import load_plugins
 from trtllm_treewy.trtllm_bindings import EngineBinding
 
 
@@ -96,7 +97,5 @@ def _load_plugins() -> Any:
         import tensorrt_llm  # noqa: F401  (registers its plugins)
     except ImportError as error:
         raise ValueError(f"an engine of trtllm-build needs tensorrt_llm to run: {error}") from None
-    from trtllm_treewy.plugin_library import load_plugin_library
-
-    load_plugin_library()
+    load_plugins(trt)
     return trt

@@ -165,15 +165,21 @@ def test_limits(built, changes, reason):
 
 
 def test_without_tensorrt_llm(built):
-    make = executor_maker(
+    source = executor_maker(
         TrtllmEngine.read(built),
         MTPDecodingConfig(draft_tree_widths=(2,)),
         KvCacheConfig(),
         "auto",
         CUDA,
     )
+    limits = ExecutorLimits(2, 64, 3, 3, 8, 32)
+    files = [built / "rank0.engine", built / "draft.safetensors"]
+    assert source.weights(limits) == sum(path.stat().st_size for path in files)
+    assert source.weights(replace(limits, max_nodes=1)) == files[0].stat().st_size
+    assert source.steps(limits) > 512 * 32 * 4
+    assert source.max_batch_size == 5
     with pytest.raises(ValueError, match="needs tensorrt_llm to run"):
-        make(ExecutorLimits(2, 64, 3, 3, 8, 32))
+        source.make(limits)
 
 
 def test_llm_names_what_is_missing(built):

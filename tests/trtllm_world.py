@@ -30,15 +30,11 @@ def _forget():
 @contextmanager
 def trtllm_double(monkeypatch, version="1.2.0", devices=1):
     """tensorrt_llm of this version, with `devices` GPUs, and a plugin library that loads."""
-    import ctypes
     from importlib import metadata
 
     import torch
 
-    from trtllm_treewy import plugin_library
-
     _forget()
-    plugin_library.load_plugin_library.cache_clear()
     monkeypatch.syspath_prepend(DOUBLE)
     monkeypatch.setenv("TRTLLM_DOUBLE", version.rpartition(".")[0])
     real = metadata.version
@@ -47,17 +43,10 @@ def trtllm_double(monkeypatch, version="1.2.0", devices=1):
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
 
-    def load(path, mode=0):
-        import tensorrt
-
-        tensorrt.get_plugin_registry().load()
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
     try:
         yield
     finally:
         _forget()
-        plugin_library.load_plugin_library.cache_clear()
 
 
 def build(checkpoint, output, library, *flags):

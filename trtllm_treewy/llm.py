@@ -27,7 +27,6 @@ from .runtime import async_engine
 from .runtime.build import build_engine
 from .runtime.detokenizer import Detokenizer
 from .runtime.engine_files import executor_maker
-from .runtime.executor import Executor, ExecutorLimits
 from .runtime.request import Request
 from .runtime.stats import EngineStats
 from .runtime.trtllm_engine import TrtllmEngine
@@ -121,7 +120,7 @@ class LLM:
             dtype = built.activation_dtype
             max_num_tokens = min(max_num_tokens, built.max_num_tokens)
         if trtllm is not None:
-            make_executor = trtllm_executor_maker(
+            source = trtllm_executor_maker(
                 trtllm, self.speculation, cache_config, dtype, self.device
             )
             dtype = trtllm.dtype

@@ -8,16 +8,17 @@ without the wrapper nobody else does.
 from __future__ import annotations
 
 from trtllm_treewy.export.trtllm.contract import ADVICE
-from trtllm_treewy.plugin_library import load_plugin_library
+from trtllm_treewy.tensorrt_package import load_plugins
 
 try:
+    import tensorrt
     import tensorrt_llm  # noqa: F401
 except ImportError as error:
     raise ImportError(
         f"this file is a model class for TensorRT-LLM, which cannot be imported: {error}; {ADVICE}"
     ) from error
 
-load_plugin_library()
+load_plugins(tensorrt)
 
 from trtllm_treewy.export.trtllm.model import TreewyQwen3_5ForCausalLM  # noqa: E402
 

@@ -11,7 +11,7 @@ from tensorrt_llm._common import default_trtnet
 from tensorrt_llm.functional import Tensor, _add_plugin_info, _create_tensor
 
 from trtllm_treewy.plugin_contract import NAMESPACE, VERSION, PluginSpec
-from trtllm_treewy.plugin_library import load_plugin_library
+from trtllm_treewy.tensorrt_package import load_plugins
 
 
 def add_plugin(spec: PluginSpec, inputs: Sequence[Tensor], **fields: int | str) -> list[Tensor]:
@@ -23,8 +23,8 @@ def add_plugin(spec: PluginSpec, inputs: Sequence[Tensor], **fields: int | str) 
         fields: the plugin's fields; those left out have their defaults.
 
     Raises:
-        ValueError: a field or the number of inputs is wrong.
-        FileNotFoundError, ValueError: the plugin library is not loaded, and cannot be.
+        ValueError: a field or the number of inputs is wrong, or the plugin library is not loaded
+            and cannot be.
     """
     expected = spec.inputs_with(**fields)
     if len(inputs) != len(expected):
@@ -33,7 +33,7 @@ def add_plugin(spec: PluginSpec, inputs: Sequence[Tensor], **fields: int | str) 
     registry = trt.get_plugin_registry()
     creator = registry.get_creator(spec.name, VERSION, NAMESPACE)
     if creator is None:  # a worker of the build, in a process of its own
-        load_plugin_library()
+        load_plugins(trt)
         creator = registry.get_creator(spec.name, VERSION, NAMESPACE)
     collection = trt.PluginFieldCollection(
         [_field(name, value) for name, value in spec.values(**fields).items()]

@@ -62,6 +62,8 @@ class Plugin:
 
 
 class Creator:
+    plugin_namespace, plugin_version = "treewy", "1"
+
     def __init__(self, name):
         self.name = name
 
@@ -72,15 +74,20 @@ class Creator:
 
 
 class Registry:
-    """Knows our plugins once `load` was called, as loading the library does."""
+    """Knows our plugins once their library is loaded."""
 
     def __init__(self):
         self.names = set()
 
-    def load(self):
+    def load_library(self, path):
         from trtllm_treewy.plugin_contract import PLUGINS
 
         self.names = set(PLUGINS)
+        return object()
+
+    @property
+    def all_creators(self):
+        return [Creator(name) for name in self.names]
 
     def get_creator(self, name, version, namespace):
         known = name in self.names and (version, namespace) == ("1", "treewy")
