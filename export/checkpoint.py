@@ -20,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trtllm_treewy.config import ModelConfig, read_json
-from trtllm_treewy.model import Qwen3_5ForCausalLM
+from trtllm_treewy.model import SINGLE_RANK, Collectives, Qwen3_5ForCausalLM
+
+from .sharding import shard_config, shard_tensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -46,11 +48,12 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
+    collectives: Collectives = SINGLE_RANK,
 ) -> Qwen3_5ForCausalLM:
     """The model of a Hugging Face directory with its weights, in eval mode and without gradients.
 
-    Memory beyond the model itself is one tensor. The weights are copies: the files may change
-    afterwards.
+    Memory beyond the model itself is one tensor (of one rank of several: one whole tensor in the
+    machine's memory). The weights are copies: the files may change afterwards.
 
     Args:
         directory: holds config.json and `model.safetensors` or an index with its shards.
@@ -59,25 +62,47 @@ def load_model(
             type. `A_log` and `dt_bias` are float32 whatever it is.
         device: where the weights go.
         progress: called as `progress(done, total)` after each of the model's tensors.
+        collectives: of the rank whose share is wanted, where the model is divided over several.
 
     Raises:
         FileNotFoundError: the directory or its config.json is absent, or there are no weights.
-        ValueError: the config is not supported, or the weights do not fit it; everything that is
-            wrong with them is in one message. Nothing is returned half loaded.
+        ValueError: the config is not supported or does not divide over the ranks, or the weights
+            do not fit it; everything that is wrong with them is in one message. Nothing is returned
+            half loaded.
     """
     config = ModelConfig.from_pretrained(directory) if config is None else config
-    target = resolve_dtype(dtype, config)
+    target, ranks = resolve_dtype(dtype, config), collectives.ranks
     with torch.device("meta"):
-        model = Qwen3_5ForCausalLM(config)
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        whole = Qwen3_5ForCausalLM(config)
+        model = Qwen3_5ForCausalLM(shard_config(config, ranks), collectives) if ranks > 1 else whole
+    expected = {name: tensor.shape for name, tensor in whole.state_dict().items()}
     sources = find_sources(directory, expected)
     tensors: dict[str, Tensor] = {}
-    for name, tensor in read_tensors(sources, target, device):
+    # A share is cut out where the whole tensor fits; the device need not hold that.
+    for name, tensor in read_tensors(sources, target, device if ranks == 1 else "cpu"):
+        if ranks > 1:
+            share = shard_tensor(name, tensor, config, ranks, collectives.rank)
+            tensor = torch.empty(share.shape, dtype=share.dtype, device=device).copy_(share)
         tensors[name] = tensor
         if progress is not None:
             progress(len(tensors), len(sources))
     model.load_state_dict(tensors, assign=True)
     return model.eval().requires_grad_(False)
+
+
+def load_rank(
+    directory: str | Path,
+    config: ModelConfig,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    collectives: Collectives,
+    *,
+    progress: Progress | None = None,
+) -> Qwen3_5ForCausalLM:
+    """`load_model` of one rank's share, in the order in which a rank learns of its arguments."""
+    return load_model(
+        directory, config, dtype=dtype, device=device, progress=progress, collectives=collectives
+    )
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig) -> torch.dtype:

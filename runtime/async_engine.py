@@ -544,6 +544,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether the device is lost: after such an error every CUDA call fails."""
+    """Whether all is lost: the device, after whose errors every CUDA call fails, or the ranks."""
     kind = getattr(torch, "AcceleratorError", None)
-    return (kind is not None and isinstance(error, kind)) or "CUDA error" in str(error)
+    lost = (EngineDeadError,) if kind is None else (EngineDeadError, kind)
+    return isinstance(error, lost) or "CUDA error" in str(error)

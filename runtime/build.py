@@ -6,8 +6,7 @@ Memory is divided before anything is allocated, the weights included (`memory_bu
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -18,9 +17,11 @@ from trtllm_treewy.model import Qwen3_5ForCausalLM
 
 from .buckets import Buckets
 from .commit_policy import choose_stash
+from .device_memory import free_memory
 from .drafter import Drafter, NullDrafter
 from .engine import Engine
 from .executor import Executor, ExecutorLimits, ExecutorSource
+from .executor_distributed import RankGroup
 from .executor_torch import TorchExecutor
 from .memory_budget import MAX_AUTO_BATCH, Demand, MemoryBudget, divide
 from .prefix_cache import PrefixCache
@@ -55,50 +56,73 @@ def build_engine(
     max_seq_len: int,
     max_num_tokens: int,
     source: ExecutorSource | None = None,
+    make_ranks: Callable[[], RankGroup] | None = None,
 ) -> tuple[Engine, dict[str, int]]:
     """An engine, and its memory in bytes by name (see `LLM.memory_report`).
 
+    With `make_ranks` the model is divided over several ranks; memory is then each rank's.
+
     Args:
-        config: the model's.
+        config: the model's, of the whole.
         load: gives the model with its weights; called once the memory plan holds.
         speculation, cache: validated settings.
         dtype, device: activation type and place of the model that `load` gives.
         max_batch_size, max_seq_len, max_num_tokens: see `LLM`.
         source: of the executor in place of the torch one, which loads nothing then.
+        make_ranks: starts the ranks, which load the model in place of `load`.
 
     Raises:
         ValueError: a limit that makes no sense, or speculation that the model cannot do.
         MemoryError: the plan does not fit; the message says what to lower.
+        EngineDeadError: a rank could not be started, or could not load its share.
     """
     check_speculation(speculation, config)
     check_limits(config, max_batch_size, max_seq_len, max_num_tokens)
     stash = _stash_options(speculation, cache)
-    sizes = plan_sequence(config, speculation, cache, dtype, max_seq_len, stash["stash"])
-    budget = plan_memory(
-        config, sizes, speculation, cache, dtype, device, max_batch_size, max_num_tokens, source
-    )
-    limits = ExecutorLimits(
-        max_batch_size=budget.num_slots,
-        max_seq_len=max_seq_len,
-        max_nodes=speculation.max_nodes,
-        scratch_rows=sizes.scratch_rows,
-        num_blocks=budget.num_blocks,
-        tokens_per_block=cache.tokens_per_block,
-        num_checkpoints=budget.num_checkpoints,
-    )
-    executor: Executor
-    if source is not None:
-        executor = source.make(limits)
-    else:
-        executor = TorchExecutor(
-            load(),
-            limits,
-            state_dtype=getattr(torch, cache.state_dtype),
-            kv_dtype=_kv_dtype(cache, dtype),
-            state_commit=speculation.state_commit,
-            deferred_history=_history(speculation),
-            **stash,
+    ranks = make_ranks() if make_ranks is not None else None
+    try:
+        part, free = (config, None) if ranks is None else (ranks.config, ranks.free_memory)
+        sizes = plan_sequence(part, speculation, cache, dtype, max_seq_len, stash["stash"])
+        budget = plan_memory(
+            part,
+            sizes,
+            speculation,
+            cache,
+            dtype,
+            device,
+            max_batch_size,
+            max_num_tokens,
+            source,
+            vocab_size=config.vocab_size,
+            free=free,
         )
+        limits = ExecutorLimits(
+            max_batch_size=budget.num_slots,
+            max_seq_len=max_seq_len,
+            max_nodes=speculation.max_nodes,
+            scratch_rows=sizes.scratch_rows,
+            num_blocks=budget.num_blocks,
+            tokens_per_block=cache.tokens_per_block,
+            num_checkpoints=budget.num_checkpoints,
+        )
+        options: dict[str, Any] = {
+            "state_dtype": getattr(torch, cache.state_dtype),
+            "kv_dtype": _kv_dtype(cache, dtype),
+            "state_commit": speculation.state_commit,
+            "deferred_history": _history(speculation),
+            **stash,
+        }
+        executor: Executor
+        if ranks is not None:
+            executor = ranks.start(limits, options)
+        elif source is not None:
+            executor = source.make(limits)
+        else:
+            executor = TorchExecutor(load(), limits, **options)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
     engine = Engine(
         executor,
         make_drafter(executor, speculation),
@@ -223,16 +247,28 @@ def plan_memory(
     max_batch_size: int | None,
     max_num_tokens: int,
     source: ExecutorSource | None = None,
+    *,
+    vocab_size: int | None = None,
+    free: int | None = None,
 ) -> MemoryBudget:
     """The memory that may be used, divided; nothing is allocated.
 
     With `source` weights and steps are what it says, and not the torch executor's.
 
+    Args:
+        config: the model's, or of one rank's share where it is divided.
+        sizes: of its sequences.
+        speculation, cache, dtype, device, max_batch_size, max_num_tokens, source: see `build_engine`.
+        vocab_size: of the whole model, where that is not the config's.
+        free: bytes that can be allocated, where that is not what `device` has.
+
     Raises:
         MemoryError: it is too little; the message says what to lower, and by how much.
     """
     steps = _step_bytes(config, dtype, max_num_tokens) if device.type == "cuda" else 0
-    logits = 4 * speculation.max_nodes * config.vocab_size if device.type == "cuda" else 0
+    logits = 0
+    if device.type == "cuda":
+        logits = 4 * speculation.max_nodes * (vocab_size or config.vocab_size)
     weights, most = weight_bytes(config, dtype), MAX_AUTO_BATCH
     if source is not None:
         most = min(most, source.max_batch_size)
@@ -257,7 +293,7 @@ def plan_memory(
         prefix_cache=cache.enable_block_reuse,
         checkpoints=cache.max_checkpoints,
     )
-    available, where = _available(cache, device)
+    available, where = _available(cache, device, free)
     return divide(demand, available, where)
 
 
@@ -281,9 +317,11 @@ def _step_bytes(config: ModelConfig, dtype: torch.dtype, max_num_tokens: int) ->
     return max_num_tokens * wide * dtype.itemsize
 
 
-def _available(cache: KvCacheConfig, device: torch.device) -> tuple[int | None, str]:
+def _available(
+    cache: KvCacheConfig, device: torch.device, free: int | None
+) -> tuple[int | None, str]:
     """Bytes that may be used, and how that came about."""
-    free = free_memory(device)
+    free = free_memory(device) if free is None else free
     fraction = cache.free_gpu_memory_fraction or DEFAULT_MEMORY_FRACTION
     share = None if free is None else int(free * fraction)
     where = f"on {device} ({fraction:.0%} of what is free)"
@@ -306,35 +344,6 @@ def _report(sizes: MemoryPlan, policy: str, budget: MemoryBudget) -> dict[str, i
         "kv_blocks": budget.num_blocks,
         "checkpoints": budget.num_checkpoints,
     }
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on `device`; None where there is no telling."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    limits = [limit for limit in (_free_of_machine(), _free_of_container()) if limit is not None]
-    return min(limits, default=None)
-
-
-def _free_of_machine() -> int | None:
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _free_of_container() -> int | None:
-    """What the control group (v2) of a container leaves, if it limits memory at all."""
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    used = _read("/sys/fs/cgroup/memory.current").strip()
-    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii")
-    except OSError:
-        return ""
 
 
 def _history(speculation: MTPDecodingConfig) -> int | None:

@@ -14,6 +14,7 @@ from trtllm_treewy.draft_tree import DraftTree, fit_to_budget, to_tree_batch
 
 from .buckets import Buckets
 from .drafter import Drafter, DraftRoot
+from .errors import EngineDeadError
 from .executor import Executor, StepOutput
 from .greedy import NOT_FINITE, Decision, GreedySampler, Sampler
 from .prefix_cache import PrefixCache
@@ -196,6 +197,8 @@ class Engine:
         """Runs a batch; where that raises, its requests start again alone, or a lone one fails."""
         try:
             run()
+        except EngineDeadError:
+            raise  # no batch would run
         except Exception as error:
             self._executor.discard()
             self.stats.executor_faults += 1

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,8 @@ import torch
 
 from .config import ModelConfig
 from .engine_config import ONNX, EngineConfig
-from .export.checkpoint import load_model, resolve_dtype
+from .export.checkpoint import load_model, load_rank, resolve_dtype
+from .export.sharding import shard_config
 from .llmapi import (
     KvCacheConfig,
     MTPDecodingConfig,
@@ -27,6 +29,7 @@ from .runtime import async_engine
 from .runtime.build import build_engine
 from .runtime.detokenizer import Detokenizer
 from .runtime.engine_files import executor_maker
+from .runtime.executor_distributed import RankGroup, rank_devices
 from .runtime.request import Request
 from .runtime.stats import EngineStats
 from .runtime.trtllm_engine import TrtllmEngine
@@ -47,7 +50,9 @@ class LLM:
         tokenizer: directory of the tokenizer; the model's own by default.
         skip_tokenizer_init: do without a tokenizer; prompts are token ids then, and no text comes
             back.
-        tensor_parallel_size: 1 in this version.
+        tensor_parallel_size: devices that the model is divided over; it must divide the heads, the
+            feed-forward sizes and the vocabulary. Each runs its share in a process of its own, this
+            one the first. GPUs are taken from `device` on; on the CPU, ranks share the machine.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         speculative_config: `MTPDecodingConfig` or a dict of its fields; None decodes without
             drafts.
@@ -70,6 +75,7 @@ class LLM:
         EngineMismatchError: an engine cannot run here, or not as asked: another GPU, TensorRT or
             plugin version, types or limits beyond what was built. It is a ValueError.
         MemoryError: the caches do not fit; the message says what to lower, and by how much.
+        EngineDeadError: (`runtime.errors`) with `tensor_parallel_size` above 1, a rank was lost.
     """
 
     def __init__(
@@ -90,11 +96,7 @@ class LLM:
         **others: Any,
     ) -> None:
         _refuse_others(others)
-        if tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size is {tensor_parallel_size}, expected 1: this version runs "
-                "on one device"
-            )
+        _check_ranks(tensor_parallel_size)
         self.speculation = speculation_config_from(speculative_config)
         cache_config = kv_cache_config_from(kv_cache_config)
         directory = Path(model)
@@ -108,6 +110,11 @@ class LLM:
         if built is not None and built.kind == ONNX and device is None:
             device = "cpu"
         self.device = _device(device)
+        make_ranks = None
+        if tensor_parallel_size > 1:
+            make_ranks = self._ranks_maker(
+                directory, built, tensor_parallel_size, dtype, progress
+            )
         if max_seq_len is None:
             limited = built or trtllm
             longest = limited.max_seq_len if limited else self.config.max_position_embeddings
@@ -138,12 +145,34 @@ class LLM:
             max_seq_len=max_seq_len,
             max_num_tokens=max_num_tokens,
             source=source,
+            make_ranks=make_ranks,
         )
         self._lock = threading.RLock()
         self._handles: dict[int, _Handle] = {}
         self._async_engine: async_engine.AsyncEngine | None = None
         self._next_id = 0
         self._closed = False
+
+    def _ranks_maker(
+        self,
+        directory: Path,
+        built: EngineConfig | None,
+        ranks: int,
+        dtype: str | torch.dtype,
+        progress: Callable[[int, int], None] | None,
+    ) -> Callable[[], RankGroup]:
+        """What starts the ranks; ValueError where the model cannot be divided over so many."""
+        if built is not None:
+            raise ValueError(
+                f"tensor_parallel_size is {ranks}, expected 1: {directory} is an engine for one "
+                "device; give the checkpoint that it was built from"
+            )
+        part = shard_config(self.config, ranks)
+        rank_devices(self.device, ranks)
+        load = partial(load_rank, directory, self.config, dtype)
+        return lambda: RankGroup(
+            part, load, ranks, self.device, load_first=partial(load, progress=progress)
+        )
 
     def __enter__(self) -> LLM:
         return self
@@ -164,6 +193,9 @@ class LLM:
             self._engine.cancel([handle.request for handle in self._handles.values()])
             self._handles.clear()
             self._closed = True
+            close = getattr(self._engine._executor, "close", None)
+            if close is not None:
+                close()
 
     def memory_report(self) -> dict[str, int]:
         """What was planned, and allocated by it.
@@ -172,7 +204,8 @@ class LLM:
         verification leaves for the commit), `snapshot_bytes` (what a full state for every node of
         the tree would have taken instead), `kv_bytes_per_token`, `checkpoint_bytes` (a state that
         the prefix cache keeps). Bytes in all: `weights_bytes`, `total_bytes`. Numbers:
-        `max_batch_size`, `kv_blocks`, `checkpoints`.
+        `max_batch_size`, `kv_blocks`, `checkpoints`. With `tensor_parallel_size` above 1, bytes are
+        those of each rank.
         """
         return dict(self._memory)
 
@@ -510,6 +543,12 @@ def _refuse_others(settings: Mapping[str, Any]) -> None:
         if not any(value is other or value == other for other in _OTHERS[name]):
             accepted = " or ".join(repr(other) for other in _OTHERS[name])
             raise ValueError(f"{name}={value!r} is not supported in this version, only {accepted}")
+
+
+def _check_ranks(size: Any) -> None:
+    """Raises ValueError unless `size` is a number of ranks."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"tensor_parallel_size must be an integer >= 1, got {size!r}")
 
 
 def _device(device: str | torch.device | None) -> torch.device:

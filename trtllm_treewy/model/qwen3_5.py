@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..config import ModelConfig
 from .attention import GatedAttention
+from .collectives import SINGLE_RANK, Collectives, embed
 from .gated_delta_net import GatedDeltaNet
 from .mlp import feed_forward
 from .mtp import MultiTokenPredictor
@@ -19,10 +20,16 @@ from .steps import AttentionStep, GdnStep
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual block: a GDN or attention mixer, then a feed-forward block."""
+    """Pre-norm residual block: a GDN or attention mixer, then a feed-forward block.
 
-    def __init__(self, config: ModelConfig, layer_type: str) -> None:
+    Both yield partial sums where the model is divided; each is summed over ranks once.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer_type: str, collectives: Collectives = SINGLE_RANK
+    ) -> None:
         super().__init__()
+        self.collectives = collectives
         self.is_linear = layer_type == "linear_attention"
         if self.is_linear:
             self.linear_attn = GatedDeltaNet(config)
@@ -44,20 +51,23 @@ class DecoderLayer(nn.Module):
         normed = self.input_layernorm(x)
         if self.is_linear:
             assert gdn is not None
-            x = x + self.linear_attn(normed, layer, gdn)
+            mixed = self.linear_attn(normed, layer, gdn)
         else:
-            x = x + self.self_attn(normed, rotary, layer, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+            mixed = self.self_attn(normed, rotary, layer, attention)
+        x = x + self.collectives.all_reduce(mixed)
+        return x + self.collectives.all_reduce(self.mlp(self.post_attention_layernorm(x)))
 
 
 class Qwen3_5Model(nn.Module):
     """Embedding, decoder layers and final norm."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, collectives: Collectives = SINGLE_RANK) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.collectives = config, collectives
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, kind) for kind in config.layer_types)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, kind, collectives) for kind in config.layer_types
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         seen = {"linear_attention": 0, "full_attention": 0}
         self.layer_index: list[int] = []
@@ -65,11 +75,15 @@ class Qwen3_5Model(nn.Module):
             self.layer_index.append(seen[kind])
             seen[kind] += 1
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings [..., hidden] of `token_ids` int64 [...]."""
+        return embed(self.embed_tokens, token_ids, self.collectives)
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, gdn: GdnStep, attention: AttentionStep
     ) -> Tensor:
         """`token_ids`, `positions` int64 [...] to final-normed hidden states [..., hidden]."""
-        x = self.embed_tokens(token_ids)
+        x = self.embed(token_ids)
         rotary = rotary_tables(positions, self.config.rotary_dim, self.config.rope_theta, x.dtype)
         for layer, index in zip(self.layers, self.layer_index, strict=True):
             x = layer(x, rotary, index, gdn, attention)
@@ -77,18 +91,24 @@ class Qwen3_5Model(nn.Module):
 
 
 class Qwen3_5ForCausalLM(nn.Module):
-    """The text model with its head, and the MTP module where the checkpoint has one."""
+    """The text model with its head, and the MTP module where the checkpoint has one.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: sizes; of one rank's share where the model is divided (`export.sharding`).
+        collectives: that rank's end of the group.
+    """
+
+    def __init__(self, config: ModelConfig, collectives: Collectives = SINGLE_RANK) -> None:
         super().__init__()
-        self.config = config
-        self.model = Qwen3_5Model(config)
+        self.config, self.collectives = config, collectives
+        self.model = Qwen3_5Model(config, collectives)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mtp: MultiTokenPredictor | None = None
         if config.mtp_num_hidden_layers:
             layers = [
-                DecoderLayer(config, "full_attention") for _ in range(config.mtp_num_hidden_layers)
+                DecoderLayer(config, "full_attention", collectives)
+                for _ in range(config.mtp_num_hidden_layers)
             ]
             self.mtp = MultiTokenPredictor(config, layers)
 
@@ -99,10 +119,14 @@ class Qwen3_5ForCausalLM(nn.Module):
         return self.model(token_ids, positions, gdn, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden` [..., hidden] to logits [..., vocab], float32 (float64 stays)."""
+        """`hidden` [..., hidden] to logits [..., vocab], float32 (float64 stays).
+
+        They are of the whole vocabulary on every rank.
+        """
         tied = self.config.tie_word_embeddings
         weight = self.model.embed_tokens.weight if tied else self.lm_head.weight
-        return F.linear(hidden, weight).to(compute_dtype(hidden))
+        logits = self.collectives.all_gather(F.linear(hidden, weight))
+        return logits.to(compute_dtype(hidden))
 
     def draft(
         self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionStep
@@ -116,5 +140,5 @@ class Qwen3_5ForCausalLM(nn.Module):
             raise ValueError(
                 "the model has no MTP module (mtp_num_hidden_layers is 0): it cannot draft"
             )
-        embedded = self.model.embed_tokens(token_ids)
+        embedded = self.model.embed(token_ids)
         return self.mtp(embedded, hidden, positions, attention)

@@ -1,0 +1,272 @@
+"""The executor of a model that is divided over several ranks, as rank 0 has it.
+
+Every call goes to all ranks, with the same arguments: rank 0 runs its own share in this process,
+the others theirs (`rank_worker`). So all ranks keep the same books of slots and blocks, each over
+its own heads, and only rank 0 schedules, drafts and samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtllm_treewy.batch import PrefillBatch, TreeBatch
+from trtllm_treewy.config import ModelConfig
+
+from .acceptance import Acceptance
+from .device_memory import free_memory
+from .errors import EngineDeadError
+from .executor import ExecutorLimits, StepOutput
+from .executor_torch import TorchExecutor
+from .prefix_cache import CachedPrefix, Pages
+from .process_group import ProcessGroup, make_store
+from .rank_messages import take_tensors
+from .rank_worker import Build, Call, Join, Load, call_method, describe, make_rank_executor
+from .rank_workers import RankWorkers, interrupt_later, threads_of_each
+
+# Seconds that a collective waits for the other ranks.
+DEFAULT_TIMEOUT = 120.0
+
+
+class RankGroup:
+    """All ranks of a model, before it is loaded: the processes, and what they may use.
+
+    Making it starts the processes and waits for them.
+
+    Args:
+        config: of one rank's share.
+        load: gives a rank's model; it goes to the other processes, so it must be picklable.
+        ranks: how many there are.
+        device: of rank 0; on GPUs, the others take those that follow.
+        load_first: in place of `load` for rank 0, where that does more (tells of its progress).
+        timeout: seconds that a collective waits for the other ranks.
+
+    Raises:
+        EngineDeadError: a process could not be started.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        load: Load,
+        ranks: int,
+        device: torch.device,
+        *,
+        load_first: Load | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        self.config, self.ranks = config, ranks
+        self._load, self._load_first = load, load_first or load
+        devices = rank_devices(device, ranks)
+        store = make_store(0, ranks, 0, timeout)
+        self._workers = RankWorkers(ranks, threads_of_each(ranks, device))
+        try:
+            self._workers.send(
+                [
+                    Join(rank, ranks, store.port, devices[rank], timeout)
+                    for rank in range(1, ranks)
+                ]
+            )
+            self._group = self._join(store, devices[0], timeout)
+            self._free = [answer.free_memory for answer in self._workers.answers()]
+        except BaseException:
+            self._workers.close()
+            raise
+
+    def _join(self, store: Any, device: torch.device, timeout: float) -> ProcessGroup:
+        try:
+            group = ProcessGroup(store, 0, self.ranks, device, timeout)
+        except RuntimeError as error:
+            self._workers.check()
+            raise EngineDeadError(f"the ranks do not find one another: {error}") from None
+        self._workers.group = group
+        return group
+
+    @property
+    def free_memory(self) -> int | None:
+        """Bytes that each rank can allocate: on GPUs the least of all; on a CPU they share them."""
+        device = self._group.device
+        free = [free_memory(device), *self._free]
+        known = [amount for amount in free if amount is not None]
+        if not known:
+            return None
+        return min(known) // (self.ranks if device.type == "cpu" else 1)
+
+    def start(self, limits: ExecutorLimits, options: dict[str, Any]) -> DistributedExecutor:
+        """Loads every rank's share and makes the executors, with `TorchExecutor`'s `options`.
+
+        Raises:
+            EngineDeadError: another rank could not; errors of rank 0 as `load` raises them.
+        """
+        self._workers.send([Build(self._load, limits, options)] * (self.ranks - 1))
+        try:
+            local = make_rank_executor(Build(self._load_first, limits, options), self._group)
+        except RuntimeError:
+            self._workers.check()  # rather the cause than that a rank did not come
+            raise
+        self._workers.answers()
+        return DistributedExecutor(local, self._group, self._workers)
+
+    def close(self) -> None:
+        """Ends the processes; safe to call twice."""
+        self._workers.close()
+
+
+def rank_devices(device: torch.device, ranks: int) -> list[torch.device]:
+    """Where each rank runs: GPUs from `device` on, or the CPU for all.
+
+    Raises:
+        ValueError: there are not as many GPUs.
+    """
+    if device.type != "cuda":
+        return [device] * ranks
+    first, count = device.index or 0, torch.cuda.device_count()
+    if first + ranks > count:
+        raise ValueError(
+            f"tensor_parallel_size {ranks} needs {ranks} CUDA devices from cuda:{first} on, torch "
+            f"sees {count}"
+        )
+    return [torch.device("cuda", first + rank) for rank in range(ranks)]
+
+
+class DistributedExecutor:
+    """The `Executor` over all ranks; see `TorchExecutor` for what each call does.
+
+    Every method raises `EngineDeadError` once a rank is lost, but for those that give things back.
+    """
+
+    def __init__(self, local: TorchExecutor, group: ProcessGroup, workers: RankWorkers) -> None:
+        self.limits, self.device = local.limits, local.device
+        self._local, self._group, self._workers = local, group, workers
+        self._pages = _AllPages(local.pages, self._on_all, self._give_back)
+        self._number = 0
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Processes of ranks 1, 2, .."""
+        return self._workers.process_ids
+
+    @property
+    def pages(self) -> Pages:
+        return self._pages
+
+    def try_allocate(self, slot: int, num_tokens: int, prefix: CachedPrefix | None = None) -> bool:
+        done: bool = self._on_all("try_allocate", slot, num_tokens, prefix)
+        return done
+
+    def try_extend(self, slot: int, num_tokens: int) -> bool:
+        done: bool = self._on_all("try_extend", slot, num_tokens)
+        return done
+
+    def save_checkpoint(self, slot: int, checkpoint: int, hidden: Tensor) -> None:
+        self._on_all("save_checkpoint", slot, checkpoint, hidden)
+
+    def checkpoint_hidden(self, checkpoint: int) -> Tensor:
+        return self._local.checkpoint_hidden(checkpoint)
+
+    def free(self, slot: int) -> None:
+        self._give_back("free", slot)
+
+    def prefill(self, batch: PrefillBatch) -> StepOutput:
+        output: StepOutput = self._on_all("prefill", batch)
+        return output
+
+    def verify(self, tree: TreeBatch) -> StepOutput:
+        output: StepOutput = self._on_all("verify", tree)
+        return output
+
+    def commit(self, tree: TreeBatch, acceptance: Acceptance) -> None:
+        self._on_all("commit", tree, acceptance)
+
+    def discard(self) -> None:
+        self._give_back("discard")
+
+    def draft_extend(self, batch: PrefillBatch, hidden: Tensor) -> StepOutput:
+        output: StepOutput = self._on_all("draft_extend", batch, hidden)
+        return output
+
+    def draft(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        slot: Tensor,
+        write_offsets: Tensor,
+        mask: Tensor,
+    ) -> StepOutput:
+        output: StepOutput = self._on_all(
+            "draft", token_ids, hidden, positions, slot, write_offsets, mask
+        )
+        return output
+
+    def close(self) -> None:
+        """Ends the other ranks' processes; safe to call twice."""
+        self._workers.close()
+
+    def _on_all(self, method: str, *arguments: Any) -> Any:
+        """Calls `method` on every rank; what rank 0's gives.
+
+        An interrupt comes after it, so that it never stops one rank and not the others.
+        """
+        with interrupt_later():
+            self._number += 1
+            rest, tensors = take_tensors(arguments)
+            self._workers.post(Call(self._number, method, rest))
+            try:
+                with torch.inference_mode():
+                    self._group.broadcast(tensors)
+                result = call_method(self._local, method, arguments)
+            except Exception as error:
+                if not self._workers.settled(self._number, error):
+                    self._workers.lose(f"rank 0 failed alone: {describe(error)}")
+                    self._workers.check()
+                raise
+            except BaseException:
+                self._workers.lose("interrupted within a step")
+                raise
+            self._workers.check()
+            return result
+
+    def _give_back(self, method: str, *arguments: Any) -> None:
+        """The same for what must be possible after a rank was lost: then on rank 0 alone."""
+        if self._workers.error is None:
+            try:
+                self._on_all(method, *arguments)
+                return
+            except EngineDeadError:
+                pass  # lost just now; the call may have been made, and may be made twice
+        call_method(self._local, method, arguments)
+
+
+class _AllPages:
+    """Rank 0's pages, whose changes all ranks make."""
+
+    def __init__(
+        self, local: Pages, on_all: Callable[..., Any], give_back: Callable[..., None]
+    ) -> None:
+        self._local, self._on_all, self._give_back = local, on_all, give_back
+
+    @property
+    def free_blocks(self) -> int:
+        return self._local.free_blocks
+
+    def blocks(self, slot: int) -> tuple[int, ...]:
+        return self._local.blocks(slot)
+
+    def refs(self, block: int) -> int:
+        return self._local.refs(block)
+
+    def hold(self, block: int) -> None:
+        self._on_all("pages.hold", block)
+
+    def drop(self, block: int) -> None:
+        self._give_back("pages.drop", block)
+
+    def drop_all(self) -> None:
+        self._give_back("pages.drop_all")
+
+    def recount(self) -> None:
+        self._give_back("pages.recount")

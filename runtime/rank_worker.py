@@ -1,0 +1,160 @@
+"""A process that holds one rank's executor and does what rank 0 tells it.
+
+Started by `rank_workers`. It ends when rank 0 ends, whatever it is doing: its standard input is
+the line to rank 0's process.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from trtllm_treewy.model import Collectives, Qwen3_5ForCausalLM
+
+from .executor import ExecutorLimits
+from .executor_torch import TorchExecutor
+from .device_memory import free_memory
+from .process_group import ProcessGroup, make_store
+from .rank_messages import places, put_tensors
+
+Load = Callable[[torch.device, Collectives], Qwen3_5ForCausalLM]
+"""Gives a rank's model on a device; a function that can be pickled."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """First message: who the worker is."""
+
+    rank: int
+    ranks: int
+    port: int
+    device: torch.device
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Build:
+    """Second message: the executor to make."""
+
+    load: Load
+    limits: ExecutorLimits
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Every further message: a method of the executor (dotted), its arguments without tensors."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Answer to `Join`, with the device's free bytes, and to `Build`."""
+
+    free_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What went wrong with a call (None: before the first)."""
+
+    number: int | None
+    reason: str
+
+
+def call_method(executor: Any, method: str, arguments: tuple[Any, ...]) -> Any:
+    """Calls `method` of the executor; "pages.hold" is a method of its pages."""
+    for name in method.split("."):
+        executor = getattr(executor, name)
+    return executor(*arguments)
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def main(file_descriptor: int) -> None:
+    """Serves rank 0 over a socket until it is gone; never returns."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    line = Connection(file_descriptor)
+    try:
+        _serve(line)
+    except (EOFError, OSError):
+        pass  # rank 0 is gone, or has given this process up
+    finally:
+        # Not by way of destructors: NCCL's wait for ranks that may be gone.
+        os._exit(0)
+
+
+def _end_with_parent() -> None:
+    # By the descriptor: a thread in a read of sys.stdin would hold its lock at the end.
+    while os.read(0, 1):
+        pass
+    os._exit(0)
+
+
+def _serve(line: Connection) -> None:
+    try:
+        join = _receive(line)
+        group = _join(join)
+        line.send(Ready(free_memory(join.device)))
+        executor = make_rank_executor(_receive(line), group)
+        line.send(Ready())
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:
+        line.send(Failed(None, describe(error)))
+        return
+    while True:
+        call = _receive(line)
+        try:
+            with torch.inference_mode():
+                tensors = group.broadcast([place.empty() for place in places(call.arguments)])
+                call_method(executor, call.method, put_tensors(call.arguments, tensors))
+        except Exception as error:
+            line.send(Failed(call.number, describe(error)))
+
+
+def _receive(line: Connection) -> Any:
+    return pickle.loads(line.recv_bytes())
+
+
+def _join(join: Join) -> ProcessGroup:
+    if join.device.type == "cuda":
+        torch.cuda.set_device(join.device)
+    store = make_store(join.rank, join.ranks, join.port, join.timeout)
+    return ProcessGroup(store, join.rank, join.ranks, join.device, join.timeout)
+
+
+def make_rank_executor(build: Build, group: ProcessGroup) -> TorchExecutor:
+    """One rank's executor; all ranks wait for one another at the end."""
+    model = build.load(group.device, group)
+    executor = TorchExecutor(model, build.limits, **build.options)
+    # Also opens NCCL's connections, which otherwise the first step would have to wait for.
+    group.all_reduce(torch.zeros(1, device=group.device))
+    return executor
+
+
+def command(file_descriptor: int) -> list[str]:
+    """The command line of a worker: this interpreter, with this process's import path.
+
+    Unlike `multiprocessing`, it does not import the main program again, so that a script needs no
+    `if __name__ == "__main__"`.
+    """
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"from {__name__} import main; main({file_descriptor})"
+    )
+    return [sys.executable, "-c", program]
