@@ -65,10 +65,7 @@ class RankGroup:
         self._workers = RankWorkers(ranks, threads_of_each(ranks, device))
         try:
             self._workers.send(
-                [
-                    Join(rank, ranks, store.port, devices[rank], timeout)
-                    for rank in range(1, ranks)
-                ]
+                [Join(rank, ranks, store.port, devices[rank], timeout) for rank in range(1, ranks)]
             )
             self._group = self._join(store, devices[0], timeout)
             self._free = [answer.free_memory for answer in self._workers.answers()]

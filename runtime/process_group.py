@@ -11,16 +11,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed import distributed_c10d
 
+# Typed in part only.
+dist: Any = distributed
+c10d: Any = distributed_c10d
 HOST = "127.0.0.1"  # all ranks are on one machine
 # Where a tensor may start in a packed broadcast: on a multiple of every element's size.
 ALIGNMENT = 16
 
 
-def make_store(rank: int, ranks: int, port: int, timeout: float) -> dist.TCPStore:
+def make_store(rank: int, ranks: int, port: int, timeout: float) -> Any:
     """Where ranks find one another; rank 0 makes it at a free port (`port` 0), the others join."""
     return dist.TCPStore(
         HOST,
@@ -48,7 +50,7 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: int, device: torch.device, timeout: float
+        self, store: Any, rank: int, ranks: int, device: torch.device, timeout: float
     ) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
         self._backend: Any = _make_backend(store, rank, ranks, device, timedelta(seconds=timeout))
@@ -64,7 +66,7 @@ class ProcessGroup:
         """`x` [..., n] of all ranks along the last axis; see `Collectives`."""
         x = x.contiguous()
         parts = x.new_empty(self.ranks * x.numel())
-        options = _options(distributed_c10d.AllgatherOptions())
+        options = _options(c10d.AllgatherOptions())
         _wait(self._backend._allgather_base(parts, x.view(-1), options))
         return parts.view(self.ranks, *x.shape).movedim(0, -2).flatten(-2)
 
@@ -102,7 +104,7 @@ class ProcessGroup:
 
 
 def _make_backend(
-    store: dist.Store, rank: int, ranks: int, device: torch.device, timeout: timedelta
+    store: Any, rank: int, ranks: int, device: torch.device, timeout: timedelta
 ) -> Any:
     if device.type == "cuda":
         nccl: Any = dist.ProcessGroupNCCL.Options()

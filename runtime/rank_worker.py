@@ -19,9 +19,9 @@ import torch
 
 from trtllm_treewy.model import Collectives, Qwen3_5ForCausalLM
 
+from .device_memory import free_memory
 from .executor import ExecutorLimits
 from .executor_torch import TorchExecutor
-from .device_memory import free_memory
 from .process_group import ProcessGroup, make_store
 from .rank_messages import places, put_tensors
 

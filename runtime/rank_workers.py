@@ -57,9 +57,7 @@ class RankWorkers:
             self._end()
             raise
         self._watch = _Watch(self._processes, self._lines)
-        threading.Thread(
-            target=self._watch.run, args=(), name="treewy-ranks", daemon=True
-        ).start()
+        threading.Thread(target=self._watch.run, args=(), name="treewy-ranks", daemon=True).start()
 
     @property
     def error(self) -> str | None:
@@ -131,9 +129,7 @@ class RankWorkers:
 class _Watch:
     """What the watching thread sees. It does not hold the `RankWorkers`, which may be collected."""
 
-    def __init__(
-        self, processes: list[subprocess.Popen[bytes]], lines: list[Connection]
-    ) -> None:
+    def __init__(self, processes: list[subprocess.Popen[bytes]], lines: list[Connection]) -> None:
         self._processes, self._lines = processes, lines
         self._changed = threading.Condition()
         self._ready: dict[int, Ready] = {}

@@ -369,7 +369,8 @@ def test_end_tokens_of_the_generation_config(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, expected 1"),
+        ({"tensor_parallel_size": 2}, "size 2 does not divide vocab_size 97"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer >= 1, got 0"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
         ({"trust_remote_code": True}, "trust_remote_code=True is not supported"),
         ({"max_batchsize": 2}, "no setting 'max_batchsize'; did you mean 'max_batch_size'"),

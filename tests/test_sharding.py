@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from checkpoints import hf_config
 from gdn_cases import generator
 from onnx_cases import LIMITS, random_prompts, random_tree
-from torch.nn import functional as F
 
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.export.sharding import join_shards, shard_config, shard_tensor
-from trtllm_treewy.model import Qwen3_5ForCausalLM
-from trtllm_treewy.model.rotary import rotary_tables
+from trtllm_treewy.model import SINGLE_RANK, Qwen3_5ForCausalLM
 from trtllm_treewy.runtime.acceptance import greedy_accept
 from trtllm_treewy.runtime.executor_torch import TorchExecutor
 
@@ -32,8 +33,8 @@ def random_model(kind):
     return model.eval().requires_grad_(False)
 
 
-def rank_model(model, ranks, rank):
-    part = Qwen3_5ForCausalLM(shard_config(model.config, ranks))
+def rank_model(model, ranks, rank, collectives=SINGLE_RANK):
+    part = Qwen3_5ForCausalLM(shard_config(model.config, ranks), collectives)
     whole = model.state_dict()
     part.load_state_dict(
         {name: shard_tensor(name, x, model.config, ranks, rank) for name, x in whole.items()}
@@ -55,77 +56,91 @@ def test_shards_are_the_whole(kind, ranks):
     assert divided > 20 or ranks == 1
 
 
+class ThreadedCollectives:
+    """Ranks that are threads of one process: each leaves its tensor and takes all."""
+
+    def __init__(self, rank, ranks, shared, barrier):
+        self.rank, self.ranks, self._shared, self._barrier = rank, ranks, shared, barrier
+
+    def _exchange(self, x):
+        self._shared[self.rank] = x
+        self._barrier.wait()
+        parts = list(self._shared)
+        self._barrier.wait()
+        return parts
+
+    def all_reduce(self, x):
+        return sum(self._exchange(x.clone()))
+
+    def all_gather(self, x):
+        return torch.cat(self._exchange(x), -1)
+
+
 class Parallel:
-    """Ranks in one process: partial results are summed where a collective would sum them."""
+    """An executor over every rank, each in a thread; methods give what rank 0 gives."""
 
     def __init__(self, model, ranks):
-        self.config = model.config
-        self.ranks = [TorchExecutor(rank_model(model, ranks, r), LIMITS) for r in range(ranks)]
+        barrier, shared = threading.Barrier(ranks, timeout=60), [None] * ranks
+        self.ranks = [
+            TorchExecutor(
+                rank_model(model, ranks, r, ThreadedCollectives(r, ranks, shared, barrier)), LIMITS
+            )
+            for r in range(ranks)
+        ]
+        self.pool = ThreadPoolExecutor(ranks)
 
-    def embed(self, token_ids):
-        size = self.config.vocab_size // len(self.ranks)
-        total = 0
-        for rank, executor in enumerate(self.ranks):
-            local = token_ids - rank * size
-            own = (local >= 0) & (local < size)
-            rows = F.embedding(local.clamp(0, size - 1), executor.model.model.embed_tokens.weight)
-            total = total + torch.where(own[..., None], rows, 0.0)
-        return total
+    def __getattr__(self, name):
+        @torch.inference_mode()
+        def run(executor, *args):
+            return getattr(executor, name)(*args)
 
-    def layers(self, layers, x, positions, indices, gdn, attention):
-        config = self.config
-        rotary = rotary_tables(positions, config.rotary_dim, config.rope_theta, x.dtype)
-        for parts, index in zip(zip(*layers, strict=True), indices, strict=True):
-            normed = parts[0].input_layernorm(x)
-            if parts[0].is_linear:
-                mixed = [p.linear_attn(normed, index, s) for p, s in zip(parts, gdn, strict=True)]
-            else:
-                pairs = zip(parts, attention, strict=True)
-                mixed = [p.self_attn(normed, rotary, index, s) for p, s in pairs]
-            x = x + sum(mixed)
-            normed = parts[0].post_attention_layernorm(x)
-            # The shared expert's gate is whole on every rank and multiplies each partial sum.
-            x = x + sum(p.mlp(normed) for p in parts)
-        return x
+        def on_all(*args):
+            calls = [self.pool.submit(run, rank, *args) for rank in self.ranks]
+            first, *_ = [call.result() for call in calls]
+            return first
 
-    def run(self, batch, step):
-        models = [executor.model.model for executor in self.ranks]
-        x = self.layers(
-            [model.layers for model in models],
-            self.embed(batch.token_ids),
-            batch.positions,
-            models[0].layer_index,
-            [getattr(executor.state, step)(batch) for executor in self.ranks],
-            [getattr(executor.kv_cache, step)(batch) for executor in self.ranks],
-        )
-        hidden = models[0].norm(x)
-        return torch.cat([e.model.logits(hidden) for e in self.ranks], -1), hidden
+        return on_all
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, 4])
 @torch.inference_mode()
 def test_ranks_compute_what_the_whole_computes(kind, ranks):
-    """Prefill, a random tree, its commit and another tree; KV heads are repeated with 4 ranks."""
+    """Prefill, the drafter's entries and nodes, random trees and their commits.
+
+    KV heads are repeated with 4 ranks.
+    """
     model, gen = random_model(kind), generator(2)
     whole, parallel = TorchExecutor(model, LIMITS), Parallel(model, ranks)
-    for executor in (whole, *parallel.ranks):
+    for executor in (whole, parallel):
         assert executor.try_allocate(0, 60)
         assert executor.try_allocate(2, 60)
     batch = random_prompts(gen, 96, [9, 4], [2, 0], [0, 0])
-    logits, hidden = parallel.run(batch, "prefill")
     expected = whole.prefill(batch)
-    torch.testing.assert_close(hidden, expected.hidden, atol=1e-4, rtol=1e-4)
+    same(parallel.prefill(batch), expected)
+    entries = random_prompts(gen, 96, [8, 3], [2, 0], [0, 0])
+    pairs = torch.randn(11, model.config.hidden_size, generator=gen)
+    drafted = whole.draft_extend(entries, pairs)
+    same(parallel.draft_extend(entries, pairs), drafted)
+    slot, offsets = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([[8, 9], [3, 4]])
+    mask = torch.arange(11) < torch.tensor([[9, 10], [4, 5]])[..., None]
+    token_ids = torch.randint(0, 96, (2, 2), generator=gen)
+    hidden = drafted.hidden[:, None].expand(-1, 2, -1)
+    nodes = (token_ids, hidden, offsets, slot, offsets, mask)
+    same(parallel.draft(*nodes), whole.draft(*nodes))
     contexts = [9, 4]
     for _ in range(2):
         tree = random_tree(gen, 96, [2, 0], contexts, 7)
-        logits, hidden = parallel.run(tree, "verify")
-        expected = whole.verify(tree)
-        torch.testing.assert_close(logits, expected.logits, atol=1e-4, rtol=1e-4)
+        same(parallel.verify(tree), whole.verify(tree))
         target = torch.full_like(tree.token_ids, -1)
         target[:, 0] = tree.token_ids[:, 1]
         acceptance = greedy_accept(tree, target)
-        for executor in (whole, *parallel.ranks):
+        for executor in (whole, parallel):
             executor.commit(tree, acceptance)
         moved = acceptance.num_accepted.tolist()
         contexts = [c + n for c, n in zip(contexts, moved, strict=True)]

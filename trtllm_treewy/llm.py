@@ -112,9 +112,7 @@ class LLM:
         self.device = _device(device)
         make_ranks = None
         if tensor_parallel_size > 1:
-            make_ranks = self._ranks_maker(
-                directory, built, tensor_parallel_size, dtype, progress
-            )
+            make_ranks = self._ranks_maker(directory, built, tensor_parallel_size, dtype, progress)
         if max_seq_len is None:
             limited = built or trtllm
             longest = limited.max_seq_len if limited else self.config.max_position_embeddings

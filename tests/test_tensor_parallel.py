@@ -1,0 +1,219 @@
+"""A model over several processes: the tokens of one device; what happens when a rank is lost."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+from checkpoints import hf_config, write_checkpoint
+from serving import until
+
+from trtllm_treewy import LLM, SamplingParams
+from trtllm_treewy.batch import PrefillBatch, TreeBatch
+from trtllm_treewy.config import ModelConfig
+from trtllm_treewy.export.checkpoint import load_rank
+from trtllm_treewy.export.sharding import shard_config
+from trtllm_treewy.runtime import rank_workers
+from trtllm_treewy.runtime.errors import EngineDeadError
+from trtllm_treewy.runtime.executor import ExecutorLimits
+from trtllm_treewy.runtime.executor_distributed import RankGroup
+from trtllm_treewy.runtime.rank_messages import places, put_tensors, take_tensors
+from trtllm_treewy.runtime.rank_worker import Call
+
+PROMPTS = [[5, 6, 7, 8] * 9, [11, 3], [40, 41, 42, 43, 44], [5, 6, 7, 8] * 9 + [1, 2]]
+SETTINGS = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_seq_len": 256}
+# Each kind has another tree and another way to commit: all of them go through the ranks.
+KINDS = {
+    "dense": (
+        {"attention_bias": True},
+        {"use_dynamic_tree": True, "max_total_draft_tokens": 7, "state_commit": "deferred"},
+    ),
+    "moe": ({"moe": True}, {"draft_tree_parents": [-1, 0, 0, 1, 1, 2], "stash": "inputs"}),
+    "shipped": ({}, {"draft_tree_widths": [3, 3, 3], "acceptance_rule": "rejection"}),
+}
+
+
+def alive(process_id):
+    """Whether the process runs; one that has ended and is not yet waited for does not."""
+    try:
+        with open(f"/proc/{process_id}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def checkpoint_of(kind, folder, shipped_model):
+    if kind == "shipped":
+        return shipped_model
+    changes = {"vocab_size": 96, **KINDS[kind][0]}
+    write_checkpoint(folder, hf_config(moe=changes.pop("moe", False), **changes), seed=3)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_of_one_device(kind, tmp_path, shipped_model):
+    """Greedy and sampled, in a batch, with prefixes taken over; half the weights on each rank."""
+    model = checkpoint_of(kind, tmp_path, shipped_model)
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True),
+        SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, top_k=20, seed=7),
+    ]
+    texts, stats, weights = [], [], []
+    for ranks in (1, 2):
+        with LLM(
+            model,
+            **SETTINGS,
+            speculative_config=KINDS[kind][1],
+            kv_cache_config={"enable_block_reuse": True, "tokens_per_block": 8},
+            tensor_parallel_size=ranks,
+        ) as llm:
+            runs = [llm.generate(PROMPTS, param) for param in params]
+            texts.append([[o.outputs[0].token_ids for o in outputs] for outputs in runs])
+            stats.append([[o.speculation for o in outputs] for outputs in runs])
+            weights.append(llm.memory_report()["weights_bytes"])
+            assert llm.stats.checkpoints_used > 0
+            assert llm.stats.executor_faults == 0
+            workers = getattr(llm._engine._executor, "process_ids", [])
+    assert texts[0] == texts[1]
+    assert stats[0] == stats[1], "other drafts were accepted"
+    assert all(s.num_drafted for s in stats[1][0])
+    assert kind != "shipped" or sum(s.num_accepted for s in stats[1][0]) > 10
+    assert weights[0] / 2 < weights[1] < 0.7 * weights[0]
+    assert len(workers) == 1
+    assert not alive(workers[0])
+
+
+@pytest.fixture
+def pair(tmp_path, shipped_model):
+    """An LLM over two ranks, of a model that is small."""
+    model = checkpoint_of("dense", tmp_path, shipped_model)
+    with LLM(
+        model, **SETTINGS, speculative_config={"max_draft_len": 2}, tensor_parallel_size=2
+    ) as llm:
+        yield llm
+
+
+def long_request(llm):
+    return llm.generate_async([3, 4], SamplingParams(max_tokens=200, ignore_eos=True), True)
+
+
+def test_a_fault_of_all_ranks_and_the_loss_of_one(pair):
+    """What fails on all alike is raised, and they go on; a rank that is killed ends everything."""
+    executor = pair._engine._executor
+    empty = torch.zeros(1, 1, dtype=torch.int32)
+    tree = TreeBatch(empty.long(), empty - 1, empty[0] + 1, empty[0] + 5, empty[0], 0)
+    with pytest.raises(ValueError, match="slot 5 is not allocated"):
+        executor.verify(tree)
+    first = pair.generate(PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(first.outputs[0].token_ids) == 8
+
+    (worker,) = executor.process_ids
+    stream = long_request(pair)
+    next(stream)
+    os.kill(worker, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {worker}\) was killed by SIGK"):
+        stream.result()
+    with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
+        pair.generate([1, 2, 3])
+    assert time.monotonic() - began < 10
+    # What sequences held is given back all the same.
+    assert executor.pages.free_blocks == executor.limits.num_blocks
+
+
+def test_a_rank_that_fails_alone_is_told(pair):
+    executor = pair._engine._executor
+    stream = long_request(pair)
+    next(stream)
+    call = Call(executor._number, "verify", ())
+    executor._workers._lines[0].send_bytes(pickle.dumps(call))
+    with pytest.raises(EngineDeadError, match="rank 1 failed alone: TypeError: .*verify"):
+        stream.result()
+    until(lambda: not alive(executor.process_ids[0]))
+
+
+def test_a_rank_that_hangs_ends_the_step(pair, monkeypatch):
+    """Stopped, not dead: the collective's own time limit."""
+    monkeypatch.setattr(rank_workers, "GRACE", 0.5)
+    executor = pair._engine._executor
+    (worker,) = executor.process_ids
+    executor._group._backend.set_timeout(timedelta(seconds=2))
+    os.kill(worker, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="rank 0 failed alone: .*[Tt]imed out"):
+        pair.generate(PROMPTS[1])
+    assert time.monotonic() - began < 10
+    until(lambda: not alive(worker), 5)
+
+
+PROGRAM = """
+import sys
+from trtllm_treewy import LLM, SamplingParams
+llm = LLM(
+    sys.argv[1], dtype="float32", device="cpu", skip_tokenizer_init=True, tensor_parallel_size=2
+)
+print(*llm._engine._executor.process_ids, flush=True)
+params = SamplingParams(max_tokens=3000, ignore_eos=True)
+for output in llm.generate_async([3, 4], params, True):
+    print(len(output.outputs[0].token_ids), flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_first(number, shipped_model):
+    """A script without `if __name__ == "__main__"`: Ctrl-C in its terminal, and a kill."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(shipped_model)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        worker = int(process.stdout.readline())
+        assert process.stdout.readline().strip()
+        assert alive(worker)
+        os.killpg(process.pid, number)  # what a terminal does
+        _, error = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    if number == signal.SIGINT:
+        assert error.rstrip().endswith("KeyboardInterrupt")
+        assert "EngineDeadError" not in error
+    until(lambda: not alive(worker), 5)
+
+
+def test_a_rank_that_cannot_load_is_told(shipped_model):
+    """What is wrong on another rank alone: here it does not find the checkpoint."""
+    config = ModelConfig.from_pretrained(shipped_model)
+    here, nowhere = (partial(load_rank, x, config, "float32") for x in (shipped_model, "nowhere"))
+    part = shard_config(config, 2)
+    group = RankGroup(part, nowhere, 2, torch.device("cpu"), load_first=here, timeout=20)
+    limits = ExecutorLimits(1, 32, 1, 1, 8, 8)
+    with pytest.raises(EngineDeadError, match="rank 1: FileNotFoundError: model directory 'now"):
+        group.start(limits, {})
+    group.close()
+
+
+def test_tensors_of_a_call_travel_apart():
+    """Nested in dataclasses and tuples; what was computed from them stays behind."""
+    batch = PrefillBatch.pack([1, 2, 3], [2, 1], [0, 1], [4, 0], torch.device("cpu"))
+    assert batch.positions.tolist() == [4, 5, 0]
+    call = (batch, 5, [torch.ones(2, dtype=torch.bool), None])
+    rest, tensors = take_tensors(call)
+    assert [x.dtype for x in tensors] == [torch.int64] + [torch.int32] * 3 + [torch.bool]
+    data = pickle.dumps(rest)
+    assert len(data) < 1000
+    assert [tuple(x.empty().shape) for x in places(rest)] == [(3,), (3,), (2,), (2,), (2,)]
+    back = put_tensors(pickle.loads(data), [x + 1 if x.dtype != torch.bool else x for x in tensors])
+    assert back[0].token_ids.tolist() == [2, 3, 4]
+    assert back[0].context_lens_host == (4, 0)
+    assert back[1:] == (5, [back[2][0], None])
