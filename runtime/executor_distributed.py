@@ -61,7 +61,7 @@ class RankGroup:
         self.config, self.ranks = config, ranks
         self._load, self._load_first = load, load_first or load
         devices = rank_devices(device, ranks)
-        store = make_store(0, ranks, 0, timeout)
+        store = make_store(ranks, timeout)
         self._workers = RankWorkers(ranks, threads_of_each(ranks, device))
         try:
             self._workers.send(

@@ -6,6 +6,8 @@ program that has one of its own, or several `LLM`s, can use this.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,15 +24,22 @@ HOST = "127.0.0.1"  # all ranks are on one machine
 ALIGNMENT = 16
 
 
-def make_store(rank: int, ranks: int, port: int, timeout: float) -> Any:
-    """Where ranks find one another; rank 0 makes it at a free port (`port` 0), the others join."""
+def make_store(ranks: int, timeout: float) -> Any:
+    """Where ranks find one another: rank 0's, at a free port (`store.port`) of the loopback."""
+    # Given no socket of ours, it would listen to every network that the machine is in.
+    listening = socket.create_server((HOST, 0))
+    port = listening.getsockname()[1]
+    return _store(ranks, port, timeout, is_master=True, master_listen_fd=listening.detach())
+
+
+def join_store(ranks: int, port: int, timeout: float) -> Any:
+    """The same store, from another rank's process."""
+    return _store(ranks, port, timeout, is_master=False)
+
+
+def _store(ranks: int, port: int, timeout: float, **role: Any) -> Any:
     return dist.TCPStore(
-        HOST,
-        port,
-        ranks,
-        is_master=rank == 0,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
+        HOST, port, ranks, timeout=timedelta(seconds=timeout), wait_for_workers=False, **role
     )
 
 
@@ -40,7 +49,7 @@ class ProcessGroup:
     On a GPU everything is queued on the current stream, and nothing waits on the host.
 
     Args:
-        store: see `make_store`.
+        store: of `make_store` or `join_store`.
         rank, ranks: this one, and how many there are.
         device: where this rank's tensors are.
         timeout: seconds that a collective waits for the other ranks.
@@ -107,6 +116,8 @@ def _make_backend(
     store: Any, rank: int, ranks: int, device: torch.device, timeout: timedelta
 ) -> Any:
     if device.type == "cuda":
+        # 2: a failure ends the communicator and not the process, which has more to say.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         nccl: Any = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, ranks, nccl)

@@ -22,7 +22,7 @@ from trtllm_treewy.model import Collectives, Qwen3_5ForCausalLM
 from .device_memory import free_memory
 from .executor import ExecutorLimits
 from .executor_torch import TorchExecutor
-from .process_group import ProcessGroup, make_store
+from .process_group import ProcessGroup, join_store
 from .rank_messages import places, put_tensors
 
 Load = Callable[[torch.device, Collectives], Qwen3_5ForCausalLM]
@@ -134,7 +134,7 @@ def _receive(line: Connection) -> Any:
 def _join(join: Join) -> ProcessGroup:
     if join.device.type == "cuda":
         torch.cuda.set_device(join.device)
-    store = make_store(join.rank, join.ranks, join.port, join.timeout)
+    store = join_store(join.ranks, join.port, join.timeout)
     return ProcessGroup(store, join.rank, join.ranks, join.device, join.timeout)
 
 
