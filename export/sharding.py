@@ -52,6 +52,8 @@ def shard_config(config: ModelConfig, ranks: int) -> ModelConfig:
     """
     if ranks < 1:
         raise ValueError(f"tensor parallel size must be >= 1, got {ranks}")
+    if ranks == 1:
+        return config
     kv_heads = config.num_key_value_heads
     sizes = {
         "num_attention_heads": config.num_attention_heads,
@@ -68,7 +70,10 @@ def shard_config(config: ModelConfig, ranks: int) -> ModelConfig:
     if uneven:
         raise ValueError(f"tensor parallel size {ranks} does not divide {', '.join(uneven)}")
     divided: dict[str, Any] = {name: size // ranks for name, size in sizes.items()}
-    return replace(config, num_key_value_heads=max(1, kv_heads // ranks), **divided)
+    # End tokens are ids of the whole vocabulary; a rank's model has no use for them.
+    return replace(
+        config, num_key_value_heads=max(1, kv_heads // ranks), eos_token_id=(), **divided
+    )
 
 
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, ranks: int, rank: int) -> Tensor:

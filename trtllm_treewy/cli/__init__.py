@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ..runtime.errors import EngineDeadError
 from . import bench, build, doctor, generate, plan, serve, triton_repo, trtllm
 from .arguments import parse
 from .flags import in_flags
@@ -51,7 +52,7 @@ def _run(argv: list[str]) -> int:
     except BrokenPipeError:
         discard_stdout()
         return EXIT_BROKEN_PIPE
-    except (ValueError, OSError, MemoryError, NotImplementedError) as error:
+    except (ValueError, OSError, MemoryError, NotImplementedError, EngineDeadError) as error:
         if os.environ.get("TREEWY_DEBUG", "0") not in ("", "0"):
             raise
         message = str(error).strip() or type(error).__name__

@@ -14,6 +14,7 @@ from .engine_arguments import (
     EPILOG,
     add_drafts,
     add_engine,
+    add_tensor_parallel,
     check_drafts,
     integers,
     number,
@@ -291,6 +292,9 @@ def _add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="SIZE",
         help="memory beside the weights, such as 141GB: says how many sequences fit "
         "(default: does not say)",
+    )
+    add_tensor_parallel(
+        parser, "GPUs that the model is divided over: says what each holds (default: %(default)s)"
     )
     parser.add_argument(
         "--json",

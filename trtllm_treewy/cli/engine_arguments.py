@@ -42,6 +42,9 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> None:
             metavar="NAME",
             help="cpu, cuda, cuda:1, ... (default: a GPU if torch finds one)",
         )
+        add_tensor_parallel(
+            engine, "GPUs that the model is divided over, from --device on (default: %(default)s)"
+        )
     engine.add_argument(
         "--max-batch-size",
         type=positive,
@@ -62,6 +65,13 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> None:
         default=KvCacheConfig.enable_block_reuse,
         help="a prompt that starts like an earlier one takes over what was computed of it "
         f"(default: {'on' if KvCacheConfig.enable_block_reuse else 'off'})",
+    )
+
+
+def add_tensor_parallel(parser: argparse._ActionsContainer, says: str) -> None:
+    """The number of devices that a model is divided over."""
+    parser.add_argument(
+        "--tensor-parallel-size", "--tp", type=positive, default=1, metavar="N", help=says
     )
 
 

@@ -21,6 +21,7 @@ FLAG_OF_SETTING = {
     "top_k": "--top-k",
     "seed": "--seed",
     "num_nodes": "--num-nodes",
+    "tensor_parallel_size": "--tensor-parallel-size",
 }
 
 

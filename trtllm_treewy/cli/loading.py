@@ -48,6 +48,7 @@ def loaded_llm(
             max_batch_size=min(num_prompts, args.max_batch_size),
             max_seq_len=args.max_seq_len,
             device=args.device,
+            tensor_parallel_size=args.tensor_parallel_size,
             progress=_show_progress if show else None,
         )
     if show:

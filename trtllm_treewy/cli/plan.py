@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .arguments import DEFAULT_CONTEXT_LENGTH
 from .program import EXIT_OK
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan; an exit code."""
     from .. import memory_plan
+    from ..export.sharding import shard_config
 
-    config = _model_config(args.config)
+    ranks = args.tensor_parallel_size
+    config = shard_config(_model_config(args.config), ranks)
     plan = memory_plan.plan(
         config,
         draft_tree_widths=args.draft_tree_widths,
@@ -33,15 +35,32 @@ def run(args: argparse.Namespace) -> int:
         history=args.history,
     )
     fits = None if args.memory is None else plan.max_sequences(args.memory)
+    weights = _weight_bytes(config, args.activation_dtype) if ranks > 1 else 0
     if args.json:
-        extra = {} if fits is None else {"memory_bytes": args.memory, "max_sequences": fits}
+        extra: dict[str, Any] = {}
+        if ranks > 1:
+            extra = {"tensor_parallel_size": ranks, "weights_bytes": weights}
+        if fits is not None:
+            extra |= {"memory_bytes": args.memory, "max_sequences": fits}
         print(json.dumps(plan.to_dict() | extra, indent=2))
         return EXIT_OK
+    if ranks > 1:
+        print(f"On each of {ranks} GPUs, beside {format_size(weights)} of weights:")
     print(plan.table())
     if fits is not None:
         counts = ", ".join(f"{policy} {count}" for policy, count in fits.items())
-        print(f"Sequences that fit into {format_size(args.memory)} beside the weights: {counts}")
+        room = format_size(args.memory) + (" of each GPU" if ranks > 1 else "")
+        print(f"Sequences that fit into {room} beside the weights: {counts}")
     return EXIT_OK
+
+
+def _weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of the weights that `config` describes."""
+    import torch
+
+    from ..runtime.build import weight_bytes
+
+    return weight_bytes(config, getattr(torch, dtype))
 
 
 def _model_config(name: str) -> ModelConfig:
