@@ -1,5 +1,7 @@
 """ONNX files of a checkpoint: prefill, verify and the MTP drafter, over one file of weights.
 
+With several ranks these are one rank's, with its share of the weights; see `onnx_collectives`.
+
 The model definition (`trtllm_treewy.model`) is traced, on the meta device, so an export needs the
 memory of one tensor. `export_onnx` writes
 
@@ -30,9 +32,10 @@ from trtllm_treewy.binding_names import (
 )
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.engine_config import ATTENTIONS, STANDARD
-from trtllm_treewy.model import Qwen3_5ForCausalLM
+from trtllm_treewy.model import SINGLE_RANK, Collectives, Qwen3_5ForCausalLM
 
 from .checkpoint import Progress, find_sources, read_tensors, resolve_dtype
+from .onnx_collectives import GraphCollectives
 from .onnx_experts import replace_experts
 from .onnx_functions import DOMAIN
 from .onnx_nodes import ATTENTION_OPSET, IR_VERSIONS, OPSET, TYPES, Nodes
@@ -48,6 +51,7 @@ from .onnx_steps import (
 )
 from .onnx_trace import Value, take_parameters
 from .onnx_trees import segments, tree
+from .sharding import bound_config, shard_config, shard_tensor
 
 WEIGHTS = "weights.bin"
 # Where a tensor may start: on a page, so that runtimes can map the file.
@@ -100,6 +104,8 @@ def export_onnx(
     stash: str = PSEUDO_VALUES,
     stash_dtype: torch.dtype = torch.float32,
     attention: str = STANDARD,
+    ranks: int = 1,
+    rank: int = 0,
     progress: Progress | None = None,
 ) -> tuple[Path, ...]:
     """Writes the networks of a Hugging Face directory.
@@ -111,6 +117,7 @@ def export_onnx(
         state_dtype, stash_dtype: float32, or bfloat16.
         stash: what commits will work from, "pseudo_values" or "inputs".
         attention: "standard" operators, or "onnx", the Attention operator of opset 23.
+        ranks, rank: how many the model is divided over, and which one's networks to write.
         progress: called as `progress(done, total)` after each tensor.
 
     Returns:
@@ -118,19 +125,23 @@ def export_onnx(
 
     Raises:
         FileNotFoundError, ValueError: as for `checkpoint.load_model`, and for types that do not
-            go together. Files that are half written are removed.
+            go together, or ranks that the model cannot be divided over. Files that are half
+            written are removed.
     """
     config = ModelConfig.from_pretrained(checkpoint)
     types = ExportTypes(resolve_dtype(dtype, config), state_dtype, stash_dtype)
     sources = find_sources(checkpoint, parameter_shapes(config))
     tensors = read_tensors(sources, types.activation)
+    shares = ((name, shard_tensor(name, x, config, ranks, rank)) for name, x in tensors)
     return write_networks(
         config,
-        tensors,
+        shares,
         Path(output),
         types,
         stash,
         attention=attention,
+        ranks=ranks,
+        rank=rank,
         total=len(sources),
         progress=progress,
     )
@@ -151,6 +162,8 @@ def write_networks(
     stash: str = PSEUDO_VALUES,
     *,
     attention: str = STANDARD,
+    ranks: int = 1,
+    rank: int = 0,
     total: int = 0,
     progress: Progress | None = None,
 ) -> tuple[Path, ...]:
@@ -161,7 +174,9 @@ def write_networks(
         written.append(output / WEIGHTS)
         places = _write_weights(tensors, written[0], total, progress)
         for network in networks(config):
-            model = make_network(network, config, types, stash, places, attention)
+            model = make_network(
+                network, config, types, stash, places, attention, ranks=ranks, rank=rank
+            )
             path = output / f"{network}.onnx"
             written.append(path)
             path.write_bytes(model.SerializeToString())
@@ -206,6 +221,9 @@ def make_network(
     stash: str = PSEUDO_VALUES,
     places: Mapping[str, Place] | None = None,
     attention: str = STANDARD,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
 ) -> Any:
     """The ModelProto of one network.
 
@@ -215,6 +233,7 @@ def make_network(
         places: where the weights lie in `weights.bin`; without them the model has none, which
             does for looking at it.
         attention: "standard" or "onnx".
+        ranks, rank: as for `export_onnx`; `config` is the whole model's.
 
     Raises:
         ValueError: for another `attention`.
@@ -222,9 +241,11 @@ def make_network(
     if attention not in ATTENTIONS:
         raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
     opset = OPSET if attention == STANDARD else ATTENTION_OPSET
-    tensors = bindings(network, config, stash)
+    tensors = bindings(network, bound_config(config, ranks), stash)
     f = Nodes(opset=opset)
-    model = _traceable(config, f, types)
+    config = shard_config(config, ranks)
+    collectives = GraphCollectives(f, rank, ranks) if ranks > 1 else SINGLE_RANK
+    model = _traceable(config, f, types, collectives)
     plugins = PluginNodes(f, config.linear_conv_kernel_dim)
     given = {x.name: Value(f, x.name, x.shape, types.of(x.kind)) for x in tensors.inputs}
     step = ATTENTION_STEPS[attention]
@@ -254,9 +275,11 @@ def make_network(
     )
 
 
-def _traceable(config: ModelConfig, f: Nodes, types: ExportTypes) -> Qwen3_5ForCausalLM:
+def _traceable(
+    config: ModelConfig, f: Nodes, types: ExportTypes, collectives: Collectives
+) -> Qwen3_5ForCausalLM:
     with torch.device("meta"):
-        model = Qwen3_5ForCausalLM(config)
+        model = Qwen3_5ForCausalLM(config, collectives)
     replace_experts(model)
     take_parameters(model, f, lambda name: _weight_type(name, types))
     return model

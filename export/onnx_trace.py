@@ -87,6 +87,18 @@ class Value:
     def __neg__(self) -> Value:
         return _unary("Neg")(self)
 
+    def __ge__(self, other: Any) -> Value:
+        return _compare("GreaterOrEqual", self, other)
+
+    def __lt__(self, other: Any) -> Value:
+        return _compare("Less", self, other)
+
+    def __and__(self, other: Value) -> Value:
+        return _binary("And", self, other)
+
+    def clamp(self, low: float, high: float) -> Value:
+        return _binary("Max", _binary("Min", self, high), low)
+
     def square(self) -> Value:
         return self * self
 
@@ -272,6 +284,21 @@ def _binary(kind: str, x: Any, y: Any) -> Value:
     return Value(f, f.op(kind, a, b), _broadcast(a_shape, b_shape), result)
 
 
+def _compare(kind: str, x: Value, y: Any) -> Value:
+    result = _binary(kind, x, y)
+    return Value(result.f, result.name, result.shape, torch.bool)
+
+
+def _where(condition: Value, x: Any, y: Any) -> Value:
+    f, dtype = condition.f, (x if isinstance(x, Value) else y).dtype
+    a, a_shape, a_type = _operand(f, x, dtype)
+    b, b_shape, b_type = _operand(f, y, dtype)
+    if a_type != b_type:
+        raise NotImplementedError(f"where of {a_type} and {b_type}")
+    shape = _broadcast(condition.shape, _broadcast(a_shape, b_shape))
+    return Value(f, f.where(condition.name, a, b), shape, a_type)
+
+
 def _broadcast(a: Sequence[Dim], b: Sequence[Dim]) -> tuple[Dim, ...]:
     rank = max(len(a), len(b))
     a, b = (1,) * (rank - len(a)) + tuple(a), (1,) * (rank - len(b)) + tuple(b)
@@ -337,6 +364,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sigmoid": _unary("Sigmoid"),
     "silu": _silu,
     "softmax": _softmax,
+    "where": _where,
 }
 
 

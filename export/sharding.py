@@ -76,6 +76,11 @@ def shard_config(config: ModelConfig, ranks: int) -> ModelConfig:
     )
 
 
+def bound_config(config: ModelConfig, ranks: int) -> ModelConfig:
+    """What a rank's networks are bound with: its share of the heads, logits of all tokens."""
+    return replace(shard_config(config, ranks), vocab_size=config.vocab_size)
+
+
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, ranks: int, rank: int) -> Tensor:
     """One rank's share of a tensor, a view where it can be.
 

@@ -14,8 +14,10 @@ from trtllm_treewy.tensorrt_package import (
     reasons,
 )
 
+from .onnx_collectives import COLLECTIVE
 from .profiles import Profile
 
+COLLECTIVES_SINCE = "TensorRT 10.16 or later"
 Stage = Callable[[str, int, int], None]
 
 
@@ -106,9 +108,13 @@ class TensorRTBuilder:
         network = builder.create_network(0 if flag is None else 1 << int(flag))
         parser = trt.OnnxParser(network, self._logger)
         if not parser.parse_from_file(str(onnx_file)):
-            said = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
-            raise ValueError(f"{onnx_file.name}: TensorRT cannot parse it: {said}")
+            said = [str(parser.get_error(i)) for i in range(parser.num_errors)]
+            if any(COLLECTIVE in reason for reason in said) and not self._has_collectives:
+                said.append(f"networks of several ranks need {COLLECTIVES_SINCE}")
+            raise ValueError(f"{onnx_file.name}: TensorRT cannot parse it: {'; '.join(said)}")
         config = self._make_config(builder, profiles, timing_cache, progress)
+        if self._has_collectives:
+            self._allow_collectives(network, config)
         engine = builder.build_serialized_network(network, config)
         if engine is None:
             said = reasons(self._logger)
@@ -126,6 +132,19 @@ class TensorRTBuilder:
             said = reasons(self._logger)
             raise ValueError(f"{name}: TensorRT cannot load what it has built: {said}")
         return int(engine.device_memory_size_v2)
+
+    @property
+    def _has_collectives(self) -> bool:
+        return hasattr(self._trt.LayerType, "DIST_COLLECTIVE")
+
+    def _allow_collectives(self, network: Any, config: Any) -> None:
+        """Networks of several ranks were a preview feature in 10.16."""
+        kind = self._trt.LayerType.DIST_COLLECTIVE
+        if not any(network.get_layer(i).type == kind for i in range(network.num_layers)):
+            return
+        for name, feature in self._trt.PreviewFeature.__members__.items():
+            if name.startswith("MULTIDEVICE"):
+                config.set_preview_feature(feature, True)
 
     def _make_config(
         self, builder: Any, profiles: Sequence[Profile], timing_cache: Path, progress: Stage | None

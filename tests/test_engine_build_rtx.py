@@ -84,6 +84,54 @@ def test_every_network_parses_and_builds(run, tmp_path, moe, dtype, attention):
         assert (tmp_path / "engine" / f"{name}.engine").stat().st_size > 10_000
 
 
+RANKS = """
+import sys
+from pathlib import Path
+import tensorrt_rtx_bindings as trt
+from trtllm_treewy.binding_names import networks
+from trtllm_treewy.config import ModelConfig
+from trtllm_treewy.export.onnx_export import export_onnx
+from trtllm_treewy.export.profiles import BuildLimits, make_profile
+from trtllm_treewy.export.sharding import bound_config
+from trtllm_treewy.export.tensorrt_builder import TensorRTBuilder
+
+ranks, seen = 2, []
+class Builder(TensorRTBuilder):
+    def _allow_collectives(self, network, config):
+        super()._allow_collectives(network, config)
+        layers = [network.get_layer(i) for i in range(network.num_layers)]
+        found = [x.num_ranks for x in layers if x.type == trt.LayerType.DIST_COLLECTIVE]
+        logits = [x for x in map(network.get_output, range(network.num_outputs))
+                  if x.name == "logits"]
+        seen.append((found, logits[0].shape[-1]))
+
+def for_blackwell(config):
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM120, 0)
+
+folder = Path(sys.argv[2])
+export_onnx(sys.argv[1], folder, dtype=sys.argv[3], ranks=ranks, rank=1)
+config = bound_config(ModelConfig.from_pretrained(sys.argv[1]), ranks)
+limits = BuildLimits(max_batch_size=2, max_seq_len=128, max_nodes=8, max_num_tokens=64)
+builder = Builder(trt=trt, configure=for_blackwell)
+for name in networks(config):
+    profile = make_profile(name, config, limits)
+    builder.build(folder / f"{name}.onnx", folder / f"{name}.engine", [profile], folder / "times")
+assert [x for x, _ in seen] == [[2] * 6, [2] * 6, [2] * 4], seen
+assert {x for _, x in seen} == {config.vocab_size}, seen
+"""
+
+
+@pytest.mark.parametrize(("moe", "dtype"), [(False, "float16"), (True, "bfloat16")])
+def test_networks_of_a_rank_build_with_their_collectives(run, tmp_path, moe, dtype):
+    """TensorRT's own layers for them, of two ranks; the logits are whole."""
+    layers = ["linear_attention", "full_attention"]
+    raw = hf_config(moe=moe, num_hidden_layers=2, layer_types=layers, dtype=dtype, vocab_size=96)
+    write_checkpoint(tmp_path / "model", raw)
+    done = run(RANKS, tmp_path / "model", tmp_path / "engine", dtype)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_what_tensorrt_refuses_is_told(run, tmp_path):
     """A network that is no network: its reasons in the error, and nothing left behind."""
     program = PROGRAM.replace(
