@@ -1,8 +1,9 @@
 """The executor of a model that is divided over several ranks, as rank 0 has it.
 
-Every call goes to all ranks, with the same arguments: rank 0 runs its own share in this process,
-the others theirs (`rank_worker`). So all ranks keep the same books of slots and blocks, each over
-its own heads, and only rank 0 schedules, drafts and samples.
+Every step goes to all ranks, with the same arguments: rank 0 runs its own share in this process,
+the others theirs (`rank_worker`). All ranks keep the same books of slots and blocks, each over its
+own heads: what changes them is done here at once, and elsewhere before the next step, with which it
+travels. Only rank 0 schedules, drafts and samples.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .executor_torch import TorchExecutor
 from .prefix_cache import CachedPrefix, Pages
 from .process_group import ProcessGroup, make_store
 from .rank_messages import take_tensors
-from .rank_worker import Build, Call, Join, Load, call_method, describe, make_rank_executor
+from .rank_worker import Build, Call, Join, Load, Note, describe, make_rank_executor
 from .rank_workers import RankWorkers, interrupt_later, threads_of_each
 
 # Seconds that a collective waits for the other ranks.
@@ -132,14 +133,15 @@ def rank_devices(device: torch.device, ranks: int) -> list[torch.device]:
 class DistributedExecutor:
     """The `Executor` over all ranks; see `TorchExecutor` for what each call does.
 
-    Every method raises `EngineDeadError` once a rank is lost, but for those that give things back.
+    Every step raises `EngineDeadError` once a rank is lost; what only changes the books does not.
     """
 
     def __init__(self, local: TorchExecutor, group: ProcessGroup, workers: RankWorkers) -> None:
         self.limits, self.device = local.limits, local.device
         self._local, self._group, self._workers = local, group, workers
-        self._pages = _AllPages(local.pages, self._on_all, self._give_back)
+        self._pages = _AllPages(local.pages, self._note)
         self._number = 0
+        self._noted: list[Note] = []
 
     @property
     def process_ids(self) -> list[int]:
@@ -151,11 +153,11 @@ class DistributedExecutor:
         return self._pages
 
     def try_allocate(self, slot: int, num_tokens: int, prefix: CachedPrefix | None = None) -> bool:
-        done: bool = self._on_all("try_allocate", slot, num_tokens, prefix)
+        done: bool = self._note("try_allocate", slot, num_tokens, prefix)
         return done
 
     def try_extend(self, slot: int, num_tokens: int) -> bool:
-        done: bool = self._on_all("try_extend", slot, num_tokens)
+        done: bool = self._note("try_extend", slot, num_tokens)
         return done
 
     def save_checkpoint(self, slot: int, checkpoint: int, hidden: Tensor) -> None:
@@ -165,7 +167,7 @@ class DistributedExecutor:
         return self._local.checkpoint_hidden(checkpoint)
 
     def free(self, slot: int) -> None:
-        self._give_back("free", slot)
+        self._note("free", slot)
 
     def prefill(self, batch: PrefillBatch) -> StepOutput:
         output: StepOutput = self._on_all("prefill", batch)
@@ -179,7 +181,7 @@ class DistributedExecutor:
         self._on_all("commit", tree, acceptance)
 
     def discard(self) -> None:
-        self._give_back("discard")
+        self._note("discard")
 
     def draft_extend(self, batch: PrefillBatch, hidden: Tensor) -> StepOutput:
         output: StepOutput = self._on_all("draft_extend", batch, hidden)
@@ -211,11 +213,12 @@ class DistributedExecutor:
         with interrupt_later():
             self._number += 1
             rest, tensors = take_tensors(arguments)
-            self._workers.post(Call(self._number, method, rest))
+            noted, self._noted = tuple(self._noted), []
+            self._workers.post(Call(self._number, noted, Note(method, rest)))
             try:
                 with torch.inference_mode():
                     self._group.broadcast(tensors)
-                result = call_method(self._local, method, arguments)
+                result = Note(method, arguments).call(self._local)
             except Exception as error:
                 if not self._workers.settled(self._number, error):
                     self._workers.lose(f"rank 0 failed alone: {describe(error)}")
@@ -227,24 +230,28 @@ class DistributedExecutor:
             self._workers.check()
             return result
 
-    def _give_back(self, method: str, *arguments: Any) -> None:
-        """The same for what must be possible after a rank was lost: then on rank 0 alone."""
-        if self._workers.error is None:
-            try:
-                self._on_all(method, *arguments)
-                return
-            except EngineDeadError:
-                pass  # lost just now; the call may have been made, and may be made twice
-        call_method(self._local, method, arguments)
+    def _note(self, method: str, *arguments: Any) -> Any:
+        """Changes the books: rank 0's now, the others' before their next step.
+
+        What fails here, or changes nothing, never gets to them. It works after the loss of a rank.
+        """
+        with interrupt_later():
+            note, free = Note(method, arguments), self._local.pages.free_blocks
+            result = note.call(self._local)
+            # Most steps ask for rows that a sequence has already.
+            changes = result is not False and (
+                method != "try_extend" or free != self._local.pages.free_blocks
+            )
+            if changes and self._workers.error is None:
+                self._noted.append(note)
+            return result
 
 
 class _AllPages:
     """Rank 0's pages, whose changes all ranks make."""
 
-    def __init__(
-        self, local: Pages, on_all: Callable[..., Any], give_back: Callable[..., None]
-    ) -> None:
-        self._local, self._on_all, self._give_back = local, on_all, give_back
+    def __init__(self, local: Pages, note: Callable[..., Any]) -> None:
+        self._local, self._note = local, note
 
     @property
     def free_blocks(self) -> int:
@@ -257,13 +264,13 @@ class _AllPages:
         return self._local.refs(block)
 
     def hold(self, block: int) -> None:
-        self._on_all("pages.hold", block)
+        self._note("pages.hold", block)
 
     def drop(self, block: int) -> None:
-        self._give_back("pages.drop", block)
+        self._note("pages.drop", block)
 
     def drop_all(self) -> None:
-        self._give_back("pages.drop_all")
+        self._note("pages.drop_all")
 
     def recount(self) -> None:
-        self._give_back("pages.recount")
+        self._note("pages.recount")

@@ -50,12 +50,29 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Every further message: a method of the executor (dotted), its arguments without tensors."""
+class Note:
+    """A method of the executor ("pages.hold" is one of its pages), and its arguments."""
 
-    number: int
     method: str
     arguments: tuple[Any, ...]
+
+    def call(self, executor: Any) -> Any:
+        """Does it."""
+        for name in self.method.split("."):
+            executor = getattr(executor, name)
+        return executor(*self.arguments)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Every further message: a step, after what has changed the books since the last.
+
+    The arguments of `step` are without their tensors (`rank_messages`), which are broadcast.
+    """
+
+    number: int
+    before: tuple[Note, ...]
+    step: Note
 
 
 @dataclass(frozen=True)
@@ -71,13 +88,6 @@ class Failed:
 
     number: int | None
     reason: str
-
-
-def call_method(executor: Any, method: str, arguments: tuple[Any, ...]) -> Any:
-    """Calls `method` of the executor; "pages.hold" is a method of its pages."""
-    for name in method.split("."):
-        executor = getattr(executor, name)
-    return executor(*arguments)
 
 
 def describe(error: BaseException) -> str:
@@ -120,9 +130,12 @@ def _serve(line: Connection) -> None:
     while True:
         call = _receive(line)
         try:
+            for note in call.before:
+                note.call(executor)
+            arguments = call.step.arguments
             with torch.inference_mode():
-                tensors = group.broadcast([place.empty() for place in places(call.arguments)])
-                call_method(executor, call.method, put_tensors(call.arguments, tensors))
+                tensors = group.broadcast([place.empty() for place in places(arguments)])
+                Note(call.step.method, put_tensors(arguments, tensors)).call(executor)
         except Exception as error:
             line.send(Failed(call.number, describe(error)))
 

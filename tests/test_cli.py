@@ -483,6 +483,11 @@ ERRORS = [
     (["plan", "qwen3.5-35b-a3b", "extra"], "unrecognized arguments: extra"),
     (["plan", "qwen3.5-35b-a3b", "--memory", "lots"], "size such as 141GB"),
     (["plan", "qwen3.5-35b-a3b", "--batch-size", "-1"], "expected"),
+    (
+        ["plan", "qwen3.5-35b-a3b", "--tp", "3"],
+        "error: tensor parallel size 3 does not divide num_attention_heads 16, ",
+    ),
+    (["generate", "MODEL", "p", "--tp", "0"], "--tensor-parallel-size/--tp: expected an integer"),
 ]
 
 
@@ -834,6 +839,23 @@ def test_plan_json_and_table(capsys):
     for policy in ("reconstruct", "deferred", "snapshot"):
         assert policy in table
     assert f"beside the weights: reconstruct {plan['max_sequences']['reconstruct']}," in table
+
+
+def test_plan_of_a_model_over_several_gpus(capsys):
+    """Of each GPU: an eighth of the states and weights, one of two KV heads on each."""
+    flags = ["plan", "qwen3.5-35b-a3b", "--memory", "60GB"]
+    assert run(*flags, "--json") == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert run(*flags, "--json", "--tensor-parallel-size", "8") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["tensor_parallel_size"] == 8
+    assert plan["state_bytes"] * 8 == whole["state_bytes"]
+    assert plan["kv_cache_bytes_per_token"] * 2 == whole["kv_cache_bytes_per_token"]
+    assert 8 * 10**9 < plan["weights_bytes"] < 10 * 10**9
+    assert run(*flags, "--tp", "8") == 0
+    table = capsys.readouterr().out
+    assert table.startswith("On each of 8 GPUs, beside 8.")
+    assert "fit into 55.9 GiB of each GPU beside the weights" in table
 
 
 def test_plan_counts_no_longer_context_than_the_model_has(capsys, tmp_path):

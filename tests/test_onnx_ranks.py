@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ from parallel_ranks import (
 from trtllm_treewy.binding_names import bindings, networks
 from trtllm_treewy.export.onnx_export import ExportTypes, export_onnx, make_network, write_networks
 from trtllm_treewy.export.sharding import bound_config, shard_config
+from trtllm_treewy.export.tensorrt_builder import TensorRTBuilder
 from trtllm_treewy.runtime.executor_network import NetworkExecutor
 from trtllm_treewy.runtime.executor_torch import TorchExecutor
 from trtllm_treewy.runtime.network_onnx import OnnxNetwork
@@ -83,3 +86,39 @@ def test_one_rank_has_no_collectives():
     config = random_model("dense").config
     model = make_network("verify", config, ExportTypes())
     assert not [node for node in model.graph.node if node.op_type == "DistCollective"]
+
+
+def test_a_tensorrt_that_has_no_collectives_is_told(tmp_path):
+    """Before 10.16 its parser does not know the node."""
+
+    class Parser:
+        num_errors = 1
+
+        def __init__(self, network, logger):
+            pass
+
+        def parse_from_file(self, path):
+            return False
+
+        def get_error(self, index):
+            return "no importer for operator: DistCollective"
+
+    class Builder:
+        def __init__(self, logger):
+            pass
+
+        def create_network(self, flags):
+            return None
+
+    class Logger:
+        ERROR = 1
+
+    trt = SimpleNamespace(
+        __name__="tensorrt", __version__="10.14.1", ILogger=Logger, Builder=Builder,
+        OnnxParser=Parser, LayerType=SimpleNamespace(), NetworkDefinitionCreationFlag=None,
+    )  # fmt: skip
+    builder = TensorRTBuilder(trt=trt)
+    with pytest.raises(
+        ValueError, match=r"DistCollective; networks of several ranks need .* 10.16"
+    ):
+        builder.build(tmp_path / "a.onnx", tmp_path / "a.engine", [], tmp_path / "times")

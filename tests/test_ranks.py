@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import signal
@@ -26,7 +27,7 @@ from trtllm_treewy.runtime.errors import EngineDeadError
 from trtllm_treewy.runtime.executor import ExecutorLimits
 from trtllm_treewy.runtime.executor_distributed import RankGroup
 from trtllm_treewy.runtime.rank_messages import places, put_tensors, take_tensors
-from trtllm_treewy.runtime.rank_worker import Call
+from trtllm_treewy.runtime.rank_worker import Call, Note
 
 PROMPTS = [[5, 6, 7, 8] * 9, [11, 3], [40, 41, 42, 43, 44], [5, 6, 7, 8] * 9 + [1, 2]]
 SETTINGS = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_seq_len": 256}
@@ -130,13 +131,21 @@ def test_a_fault_of_all_ranks_and_the_loss_of_one(pair):
 
 
 def test_a_rank_that_fails_alone_is_told(pair):
+    """To a reader in an event loop, too; the engine thread takes nothing more."""
     executor = pair._engine._executor
-    stream = long_request(pair)
-    next(stream)
-    call = Call(executor._number, "verify", ())
-    executor._workers._lines[0].send_bytes(pickle.dumps(call))
-    with pytest.raises(EngineDeadError, match="rank 1 failed alone: TypeError: .*verify"):
-        stream.result()
+
+    async def read():
+        stream = long_request(pair)
+        await anext(stream)
+        with pair._lock:
+            call = Call(executor._number, (), Note("verify", ()))
+            executor._workers._lines[0].send_bytes(pickle.dumps(call))
+        with pytest.raises(EngineDeadError, match="rank 1 failed alone: TypeError: .*verify"):
+            await stream.aresult()
+        with pytest.raises(EngineDeadError, match="the engine has failed"):
+            await long_request(pair).aresult()
+
+    asyncio.run(read())
     until(lambda: not alive(executor.process_ids[0]))
 
 

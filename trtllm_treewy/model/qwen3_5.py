@@ -123,10 +123,13 @@ class Qwen3_5ForCausalLM(nn.Module):
 
         They are of the whole vocabulary on every rank.
         """
+        return self.head(hidden).to(compute_dtype(hidden))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The same in the type of `hidden`, which is what the head computes."""
         tied = self.config.tie_word_embeddings
         weight = self.model.embed_tokens.weight if tied else self.lm_head.weight
-        logits = self.collectives.all_gather(F.linear(hidden, weight))
-        return logits.to(compute_dtype(hidden))
+        return self.collectives.all_gather(F.linear(hidden, weight))
 
     def draft(
         self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionStep
