@@ -258,7 +258,8 @@ def plan_memory(
     Args:
         config: the model's, or of one rank's share where it is divided.
         sizes: of its sequences.
-        speculation, cache, dtype, device, max_batch_size, max_num_tokens, source: see `build_engine`.
+        speculation, cache, dtype, device, max_batch_size, max_num_tokens: see `build_engine`.
+        source: see `build_engine`.
         vocab_size: of the whole model, where that is not the config's.
         free: bytes that can be allocated, where that is not what `device` has.
 

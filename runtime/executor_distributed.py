@@ -25,7 +25,7 @@ from .executor_torch import TorchExecutor
 from .prefix_cache import CachedPrefix, Pages
 from .process_group import ProcessGroup, make_store
 from .rank_messages import take_tensors
-from .rank_worker import Build, Call, Join, Load, Note, describe, make_rank_executor
+from .rank_worker import Build, Call, Join, Load, Note, describe, make_rank_executor, meet
 from .rank_workers import RankWorkers, interrupt_later, threads_of_each
 
 # Seconds that a collective waits for the other ranks.
@@ -100,12 +100,9 @@ class RankGroup:
             EngineDeadError: another rank could not; errors of rank 0 as `load` raises them.
         """
         self._workers.send([Build(self._load, limits, options)] * (self.ranks - 1))
-        try:
-            local = make_rank_executor(Build(self._load_first, limits, options), self._group)
-        except RuntimeError:
-            self._workers.check()  # rather the cause than that a rank did not come
-            raise
+        local = make_rank_executor(Build(self._load_first, limits, options), self._group)
         self._workers.answers()
+        meet(self._group)
         return DistributedExecutor(local, self._group, self._workers)
 
     def close(self) -> None:

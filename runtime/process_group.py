@@ -62,6 +62,7 @@ class ProcessGroup:
         self, store: Any, rank: int, ranks: int, device: torch.device, timeout: float
     ) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
+        self._aborted = False
         self._backend: Any = _make_backend(store, rank, ranks, device, timedelta(seconds=timeout))
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -107,8 +108,9 @@ class ProcessGroup:
         ]
 
     def abort(self) -> None:
-        """Ends collectives that wait for a rank that is gone. Safe to call from any thread."""
-        if self.device.type == "cuda":
+        """Ends what waits for a rank that is gone, and the group. Safe from any thread, and twice."""
+        if self.device.type == "cuda" and not self._aborted:
+            self._aborted = True
             self._backend.abort()
 
 
@@ -120,6 +122,7 @@ def _make_backend(
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         nccl: Any = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
+        nccl.global_ranks_in_group, nccl.group_name = list(range(ranks)), "treewy"
         return dist.ProcessGroupNCCL(store, rank, ranks, nccl)
     gloo: Any = dist.ProcessGroupGloo._Options()
     gloo._timeout = timeout

@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -122,10 +123,11 @@ def _serve(line: Connection) -> None:
         line.send(Ready(free_memory(join.device)))
         executor = make_rank_executor(_receive(line), group)
         line.send(Ready())
+        meet(group)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
-        line.send(Failed(None, describe(error)))
+        line.send(_failure(None, error))
         return
     while True:
         call = _receive(line)
@@ -137,7 +139,13 @@ def _serve(line: Connection) -> None:
                 tensors = group.broadcast([place.empty() for place in places(arguments)])
                 Note(call.step.method, put_tensors(arguments, tensors)).call(executor)
         except Exception as error:
-            line.send(Failed(call.number, describe(error)))
+            line.send(_failure(call.number, error))
+
+
+def _failure(number: int | None, error: Exception) -> Failed:
+    if os.environ.get("TREEWY_DEBUG", "0") not in ("", "0"):
+        traceback.print_exception(error)
+    return Failed(number, describe(error))
 
 
 def _receive(line: Connection) -> Any:
@@ -152,12 +160,16 @@ def _join(join: Join) -> ProcessGroup:
 
 
 def make_rank_executor(build: Build, group: ProcessGroup) -> TorchExecutor:
-    """One rank's executor; all ranks wait for one another at the end."""
-    model = build.load(group.device, group)
-    executor = TorchExecutor(model, build.limits, **build.options)
-    # Also opens NCCL's connections, which otherwise the first step would have to wait for.
+    """One rank's executor over its share of the model."""
+    return TorchExecutor(build.load(group.device, group), build.limits, **build.options)
+
+
+def meet(group: ProcessGroup) -> None:
+    """Opens the connections, which the first step would have to wait for.
+
+    To be called once all ranks are known to come: NCCL waits for them without end.
+    """
     group.all_reduce(torch.zeros(1, device=group.device))
-    return executor
 
 
 def command(file_descriptor: int) -> list[str]:

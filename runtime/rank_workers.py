@@ -124,6 +124,8 @@ class RankWorkers:
         """Ends the workers; safe to call twice."""
         self._watch.closing = True
         self._end()
+        if self.group is not None:
+            self.group.abort()  # NCCL complains of a group that is just dropped
 
 
 class _Watch:

@@ -113,7 +113,7 @@ folder = Path(sys.argv[2])
 export_onnx(sys.argv[1], folder, dtype=sys.argv[3], ranks=ranks, rank=1)
 config = bound_config(ModelConfig.from_pretrained(sys.argv[1]), ranks)
 limits = BuildLimits(max_batch_size=2, max_seq_len=128, max_nodes=8, max_num_tokens=64)
-builder = Builder(trt=trt, configure=for_blackwell)
+builder = Builder(trt=trt, configure=for_blackwell, gpu="any sm_120", measure=False)
 for name in networks(config):
     profile = make_profile(name, config, limits)
     builder.build(folder / f"{name}.onnx", folder / f"{name}.engine", [profile], folder / "times")
