@@ -108,7 +108,7 @@ class ProcessGroup:
         ]
 
     def abort(self) -> None:
-        """Ends what waits for a rank that is gone, and the group. Safe from any thread, and twice."""
+        """Ends the group, and what waits for a rank that is gone; from any thread, also twice."""
         if self.device.type == "cuda" and not self._aborted:
             self._aborted = True
             self._backend.abort()
