@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from onnx import AttributeProto, helper
+
 from .onnx_functions import DOMAIN
 from .onnx_nodes import Nodes
 from .onnx_trace import Value
@@ -48,4 +50,6 @@ class GraphCollectives:
             nb_rank=self.ranks,
             group_size=0,  # all ranks
         )
+        groups = helper.make_attribute("groups", [], attr_type=AttributeProto.INTS)
+        self._f.nodes[-1].attribute.append(groups)
         return name
