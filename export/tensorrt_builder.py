@@ -108,10 +108,10 @@ class TensorRTBuilder:
         network = builder.create_network(0 if flag is None else 1 << int(flag))
         parser = trt.OnnxParser(network, self._logger)
         if not parser.parse_from_file(str(onnx_file)):
-            said = [str(parser.get_error(i)) for i in range(parser.num_errors)]
-            if any(COLLECTIVE in reason for reason in said) and not self._has_collectives:
-                said.append(f"networks of several ranks need {COLLECTIVES_SINCE}")
-            raise ValueError(f"{onnx_file.name}: TensorRT cannot parse it: {'; '.join(said)}")
+            errors = [str(parser.get_error(i)) for i in range(parser.num_errors)]
+            if any(COLLECTIVE in error for error in errors) and not self._has_collectives:
+                errors.append(f"networks of several ranks need {COLLECTIVES_SINCE}")
+            raise ValueError(f"{onnx_file.name}: TensorRT cannot parse it: {'; '.join(errors)}")
         config = self._make_config(builder, profiles, timing_cache, progress)
         if self._has_collectives:
             self._allow_collectives(network, config)

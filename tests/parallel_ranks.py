@@ -223,10 +223,17 @@ def _carried_out(collectives):
 
 
 class RankNetwork:
-    """One rank's part of a joint network: runs it together with the other ranks' threads."""
+    """One rank's part of a joint network: runs it together with the other ranks' threads.
 
-    def __init__(self, joint, rank, meeting):
-        self._joint, self._rank, self._meeting = joint, rank, meeting
+    `pools`: those of all ranks that were bound so far.
+    """
+
+    def __init__(self, joint, pools, rank, meeting):
+        self._joint, self._pools, self._rank, self._meeting = joint, pools, rank, meeting
+
+    def bind(self, pools):
+        self._pools.update({f"rank{self._rank}/{name}": x for name, x in pools.items()})
+        self._joint.bind(self._pools)
 
     def run(self, inputs):
         given = self._meeting.exchange(self._rank, inputs)

@@ -49,8 +49,12 @@ def joint_executor(model, ranks, folder):
         tensors = joint_bindings(bindings(name, bound), ranks)
         joint[name] = OnnxNetwork(folder / f"{name}.onnx", tensors, threads=1)
     meeting, executors = Meeting(ranks), []
+    pools = {name: {} for name in joint}
     for rank in range(ranks):
-        parts = {name: RankNetwork(network, rank, meeting) for name, network in joint.items()}
+        parts = {
+            name: RankNetwork(network, pools[name], rank, meeting)
+            for name, network in joint.items()
+        }
         part = shard_config(config, ranks)
         executors.append(
             NetworkExecutor(part, LIMITS, parts, types=TYPES, device=torch.device("cpu"))
