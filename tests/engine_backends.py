@@ -123,7 +123,9 @@ class TensorRT86:
         self.parser = folder / "libnvonnxparser.so.8"
         for name in ("network_new", "engine_load", "context_new"):
             getattr(self.library, name).restype = ctypes.c_void_p
-        self.library.engine_log.restype = ctypes.c_char_p
+        for name in ("engine_log", "engine_tensor"):
+            getattr(self.library, name).restype = ctypes.c_char_p
+        self._half = False
 
     @property
     def version(self):
@@ -139,8 +141,8 @@ class TensorRT86:
 
     def build(self, network, path):
         self.log()
-        half = any(dtype == torch.float16 for _, dtype, *_ in network.inputs)
-        handle = ctypes.c_void_p(self.library.network_new(int(half)))
+        self._half = any(dtype == torch.float16 for _, dtype, *_ in network.inputs)
+        handle = ctypes.c_void_p(self.library.network_new(int(self._half)))
         if not handle:
             raise Refused(self.log())
         try:
@@ -177,10 +179,22 @@ class TensorRT86:
             )
         self.check(f"{step[0]} {step[1]}", status)
 
-    def build_onnx(self, model, profiles, path):
-        """An engine of an ONNX file (bytes); `profiles` are input shapes by name."""
+    def build_onnx(self, model, profiles, path, *, half=True, level=3, types=None):
+        """An engine of an ONNX file (bytes).
+
+        Args:
+            model: the bytes.
+            profiles: smallest, usual and largest shapes of inputs, by name.
+            path: of the engine.
+            half: whether activations are float16.
+            level: how much the builder may search, 0 to 5.
+            types: torch's types of float tensors by name, which the builder is to keep to.
+
+        Returns:
+            Layers whose type was asked for.
+        """
         self.log()
-        half = True
+        self._half, asked = half, 0
         handle = ctypes.c_void_p(self.library.network_new(int(half)))
         if not handle:
             raise Refused(self.log())
@@ -194,13 +208,20 @@ class TensorRT86:
                     handle, name.encode(), len(shapes[0]), _profile(shapes)
                 )
                 self.check(f"profile of {name}", status)
+            self.library.network_level(handle, level)
+            if types:
+                numbers = (ctypes.c_int32 * len(types))(*[TYPES[x] for x in types.values()])
+                asked = self.library.network_types(handle, *_names(list(types)), numbers)
             status = self.library.network_build(handle, str(path).encode())
             self.check("building the engine", status)
         finally:
             self.library.network_delete(handle)
+        return asked
 
-    def load(self, path):
-        handle = self.library.engine_load(str(path).encode())
+    def load(self, path, *, half=None):
+        """The engine of a file; `half` as it was built, by default like the last one built."""
+        half = self._half if half is None else half
+        handle = self.library.engine_load(str(path).encode(), int(half))
         if not handle:
             raise Refused(self.log())
         return Engine86(self, ctypes.c_void_p(handle))
@@ -238,6 +259,13 @@ class Engine86:
 
     def __del__(self):
         self.backend.library.engine_delete(self.handle)
+
+    def names(self):
+        """Of its inputs and outputs."""
+        names = []
+        while name := self.backend.library.engine_tensor(self.handle, len(names)):
+            names.append(name.decode())
+        return names
 
     def context(self):
         return Context86(self)

@@ -36,6 +36,12 @@ struct Logger final : ILogger {
 
 std::string answer;
 
+// Type of the plugins' activations, as plugin_v2.h says.
+void set_activation(bool half) {
+    treewy::plugin::v2_activation =
+        half ? treewy::plugin::Type::kFloat16 : treewy::plugin::Type::kFloat32;
+}
+
 // A network while it is described.
 struct Network {
     std::unique_ptr<IBuilder> builder;
@@ -71,6 +77,63 @@ bool register_plugins() {
     return good;
 }
 
+// What IParser::getNbErrors and getError say, by their places in the table of virtual functions
+// (NvOnnxParser.h of 8.6; IParserError: code, desc, file, line, func, node).
+void log_parser_errors(void* parser) {
+    using Count = int (*)(void*);
+    using At = void* (*)(void*, int);
+    using Text = const char* (*)(void*);
+    void** const table = *static_cast<void***>(parser);
+    const int count = reinterpret_cast<Count>(table[6])(parser);
+    for (int i = 0; i < count; ++i) {
+        void* error = reinterpret_cast<At>(table[7])(parser, i);
+        if (error == nullptr) continue;
+        void** const said = *static_cast<void***>(error);
+        const std::string where = reinterpret_cast<Text>(said[4])(error);
+        const std::string node = std::to_string(reinterpret_cast<Count>(said[5])(error));
+        const std::string text = reinterpret_cast<Text>(said[1])(error);
+        logger.log(ILogger::Severity::kERROR,
+                   ("parser: node " + node + ", " + where + ": " + text).c_str());
+    }
+}
+
+bool is_float(DataType type) { return type == DataType::kFLOAT || type == DataType::kHALF; }
+
+// Layers whose type is given by what they are, and not by a choice of the builder.
+bool chooses_type(LayerType type) {
+    return type != LayerType::kCONSTANT && type != LayerType::kSHAPE && type != LayerType::kCAST &&
+           type != LayerType::kPLUGIN_V2 && type != LayerType::kFILL;
+}
+
+// Asks for the types of `known` in one layer. Tensors without a name of the file, as inside a
+// softmax, are of the type of the layer's first input.
+bool constrain(ILayer& layer, std::map<const ITensor*, DataType>& known) {
+    bool found = false;
+    DataType type = DataType::kFLOAT;
+    for (int32_t i = 0; i < layer.getNbInputs() && !found; ++i) {
+        const auto entry = known.find(layer.getInput(i));
+        if (entry == known.end()) continue;
+        type = entry->second;
+        found = true;
+    }
+    for (int32_t i = 0; i < layer.getNbOutputs(); ++i) {
+        ITensor* tensor = layer.getOutput(i);
+        if (known.count(tensor) != 0) {
+            type = known[tensor];
+            found = true;
+        } else if (found && is_float(tensor->getType())) {
+            known[tensor] = type;
+        }
+    }
+    if (!found || !chooses_type(layer.getType())) return false;
+    layer.setPrecision(type);
+    for (int32_t i = 0; i < layer.getNbOutputs(); ++i) {
+        const auto entry = known.find(layer.getOutput(i));
+        if (entry != known.end()) layer.setOutputType(i, entry->second);
+    }
+    return true;
+}
+
 void set_types(ITensor* tensor, int32_t type) {
     tensor->setType(static_cast<DataType>(type));
     tensor->setAllowedFormats(1u << static_cast<uint32_t>(TensorFormat::kLINEAR));
@@ -103,8 +166,8 @@ ENGINE_API void* network_new(int32_t half) {
                               1u << static_cast<uint32_t>(TacticSource::kCUDNN);
     network->config->setTacticSources(network->config->getTacticSources() & ~off);
     if (half != 0) network->config->setFlag(BuilderFlag::kFP16);
-    treewy::plugin::v2_activation =
-        half != 0 ? treewy::plugin::Type::kFloat16 : treewy::plugin::Type::kFloat32;
+    network->config->clearFlag(BuilderFlag::kTF32);
+    set_activation(half != 0);
     // Several contexts of one engine at a time.
     network->config->setPreviewFeature(PreviewFeature::kPROFILE_SHARING_0806, true);
     return network.release();
@@ -210,7 +273,10 @@ ENGINE_API int32_t network_parse(void* handle, const char* parser, const void* m
     using Parse = bool (*)(void*, const void*, size_t, const char*);
     const auto parse = reinterpret_cast<Parse>((*static_cast<void***>(object))[0]);
     // The parser is kept: what it parsed points into it.
-    if (!parse(object, model, static_cast<size_t>(bytes), nullptr)) return 4;
+    if (!parse(object, model, static_cast<size_t>(bytes), nullptr)) {
+        log_parser_errors(object);
+        return 4;
+    }
     for (int32_t i = 0; i < self.network->getNbInputs(); ++i) {
         set_types(self.network->getInput(i),
                   static_cast<int32_t>(self.network->getInput(i)->getType()));
@@ -220,6 +286,36 @@ ENGINE_API int32_t network_parse(void* handle, const char* parser, const void* m
                   static_cast<int32_t>(self.network->getOutput(i)->getType()));
     }
     return 0;
+}
+
+// How much the builder may search, 0 to 5.
+ENGINE_API void network_level(void* handle, int32_t level) {
+    static_cast<Network*>(handle)->config->setBuilderOptimizationLevel(level);
+}
+
+// Asks the builder to compute in the types of the file, as TensorRT 8.6 would else choose them: in
+// `names` the float tensors, with a type each. Returns the number of layers that have one now.
+ENGINE_API int32_t network_types(void* handle, int32_t count, const char* const* names,
+                                 const int32_t* types) {
+    auto& self = *static_cast<Network*>(handle);
+    std::map<std::string, DataType> wanted;
+    for (int32_t i = 0; i < count; ++i) wanted[names[i]] = static_cast<DataType>(types[i]);
+    std::map<const ITensor*, DataType> known;
+    const auto note = [&](const ITensor* tensor) {
+        const auto entry = wanted.find(tensor->getName());
+        if (entry != wanted.end()) known[tensor] = entry->second;
+    };
+    for (int32_t i = 0; i < self.network->getNbInputs(); ++i) note(self.network->getInput(i));
+    for (int32_t i = 0; i < self.network->getNbLayers(); ++i) {
+        ILayer* layer = self.network->getLayer(i);
+        for (int32_t j = 0; j < layer->getNbOutputs(); ++j) note(layer->getOutput(j));
+    }
+    int32_t done = 0;
+    for (int32_t i = 0; i < self.network->getNbLayers(); ++i) {
+        done += constrain(*self.network->getLayer(i), known) ? 1 : 0;
+    }
+    self.config->setFlag(BuilderFlag::kPREFER_PRECISION_CONSTRAINTS);
+    return done;
 }
 
 ENGINE_API int32_t network_profile(void* handle, const char* name, int32_t rank,
@@ -244,7 +340,9 @@ ENGINE_API int32_t network_build(void* handle, const char* path) {
     return file.good() ? 0 : 3;
 }
 
-ENGINE_API void* engine_load(const char* path) {
+// `half`: whether the plugins' activations are float16.
+ENGINE_API void* engine_load(const char* path, int32_t half) {
+    set_activation(half != 0);
     if (!register_plugins()) return nullptr;
     std::ifstream file(path, std::ios::binary);
     const std::string plan((std::istreambuf_iterator<char>(file)), {});
@@ -256,6 +354,12 @@ ENGINE_API void* engine_load(const char* path) {
 }
 
 ENGINE_API void engine_delete(void* handle) { delete static_cast<Engine*>(handle); }
+
+// The name of a tensor of the engine; null behind the last.
+ENGINE_API const char* engine_tensor(void* handle, int32_t index) {
+    const auto& engine = static_cast<Engine*>(handle)->engine;
+    return index < engine->getNbIOTensors() ? engine->getIOTensorName(index) : nullptr;
+}
 
 ENGINE_API int32_t engine_is_input(void* handle, const char* name) {
     const auto& engine = static_cast<Engine*>(handle)->engine;
