@@ -74,6 +74,7 @@ class Errors:
         largest: absolute, of one logit.
         agree: share of positions with the reference's best token.
         drafter: relative, of the MTP module's logits after each prompt.
+        prefill: relative, of the logits after each prompt.
     """
 
     mean: float
@@ -81,6 +82,7 @@ class Errors:
     largest: float
     agree: float
     drafter: float
+    prefill: float
 
 
 def network_executor(config, limits, parts, dtype, sizes, device):
@@ -146,13 +148,13 @@ class Reference:
         """[len(text), vocab] float32: entry t is after token t."""
         if not self._executor.try_allocate(0, len(text)):
             raise RuntimeError("no room for a text")
-        hidden = _prefill(self._executor, [text], [0])[0]
+        _, (hidden,) = _prefill(self._executor, [text], [0])
         self._executor.free(0)
         return self._model.logits(hidden)
 
     def drafter(self, text):
         """[vocab]: the MTP module's logits after the pairs of a text."""
-        return drafter_logits(self._executor, [text])[0]
+        return drafter_logits(self._executor, [text])[1][0]
 
 
 def limits_of(sizes):
@@ -170,12 +172,16 @@ def limits_of(sizes):
 
 @torch.inference_mode()
 def drafter_logits(executor, texts):
-    """Prefills texts, enters their pairs into the MTP module: its logits [rows, vocab]."""
+    """Prefills texts and enters their pairs into the MTP module.
+
+    Returns:
+        Logits [rows, vocab] of both, the model's first.
+    """
     slots = list(range(len(texts)))
     for slot, text in enumerate(texts):
         if not executor.try_allocate(slot, len(text)):
             raise RuntimeError("no room for a text")
-    hidden = _prefill(executor, texts, slots)
+    first, hidden = _prefill(executor, texts, slots)
     pairs = [text[1:] for text in texts]
     hidden = torch.cat([x[:-1] for x in hidden])
     lengths = [len(x) for x in pairs]
@@ -185,16 +191,18 @@ def drafter_logits(executor, texts):
     logits = executor.draft_extend(packed, hidden).logits.clone()
     for slot in slots:
         executor.free(slot)
-    return logits
+    return first, logits
 
 
 def _prefill(executor, texts, slots):
-    """Hidden states of each text; one text a step, as steps are no larger than the networks."""
-    result = []
+    """Last logits [rows, vocab], and hidden states of each text; one text a step."""
+    logits, hidden = [], []
     for text, slot in zip(texts, slots, strict=True):
         batch = PrefillBatch.pack(text, [len(text)], [slot], [0], executor.device)
-        result.append(executor.prefill(batch).hidden.clone())
-    return result
+        output = executor.prefill(batch)
+        logits.append(output.logits[0].clone())
+        hidden.append(output.hidden.clone())
+    return torch.stack(logits), hidden
 
 
 @torch.inference_mode()
@@ -208,12 +216,14 @@ def errors_of(executor, reference, prompts, texts, sizes, seed=0):
         sizes: of the check.
         seed: of the trees.
     """
-    gen, found, drafters = generator(seed), [], []
+    gen, found, drafters, prefills = generator(seed), [], [], []
     wanted, wanted_drafters = reference
     for first in range(0, len(prompts), sizes.batch):
         rows = slice(first, first + sizes.batch)
         some = [list(p) for p in prompts[rows]]
-        drafted = drafter_logits(executor, some)
+        after, drafted = drafter_logits(executor, some)
+        expected = [x[len(p) - 1] for x, p in zip(wanted[rows], some, strict=True)]
+        prefills.append(_relative(after, torch.stack(expected)))
         drafters.append(_relative(drafted, torch.stack(wanted_drafters[rows])))
         full = [p + list(t) for p, t in zip(some, texts[rows], strict=True)]
         found += _forced(executor, some, full, wanted[rows], gen)
@@ -224,6 +234,7 @@ def errors_of(executor, reference, prompts, texts, sizes, seed=0):
         largest=max(x[1].max().item() for x in found),
         agree=torch.cat([x[2] for x in found]).float().mean().item(),
         drafter=torch.cat(drafters).mean().item(),
+        prefill=torch.cat(prefills).mean().item(),
     )
 
 

@@ -13,6 +13,7 @@ Needs the `onnx` package.
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
@@ -114,7 +115,7 @@ def _lowered_node(node, types, functions):
         axis = attributes["start"]
         if attributes["end"] != axis + 1:
             raise ValueError("Shape of more than one dimension is not lowered")
-        index = numpy_helper.from_array(onnx.numpy_helper.np.int64([axis]), f"{name}/axis")
+        index = numpy_helper.from_array(np.int64([axis]), f"{name}/axis")
         return [
             helper.make_node("Shape", node.input, [f"{name}/all"]),
             helper.make_node("Constant", [], [f"{name}/axis"], value=index),

@@ -13,12 +13,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
 
 import check_tensorrt_model as script
-from model_check import DRAFTS, Errors, Reference, Sizes, differences, errors_of, generate
-from model_check import limits_of, network_executor
+import onnx
+import onnxruntime
+from model_check import (
+    DRAFTS,
+    Errors,
+    Reference,
+    Sizes,
+    differences,
+    errors_of,
+    generate,
+    limits_of,
+    network_executor,
+)
 from network_tensorrt86 import TensorRT86Network
 from onnx_tensorrt86 import SUPPORTED, float_types, lower, value_types
 
@@ -57,7 +68,8 @@ class Engine:
     def run(self, tensors):
         assert tensors.keys() == set(self.names())
         for x in tensors.values():
-            assert x.is_contiguous() and x.data_ptr() % 64 == 0
+            assert x.is_contiguous()
+            assert x.data_ptr() % 64 == 0
         values = self._session.run(self._outputs, {n: tensors[n].numpy() for n in self._inputs})
         for name, value in zip(self._outputs, values, strict=True):
             tensors[name].copy_(torch.from_numpy(value))
@@ -108,7 +120,8 @@ def test_files_have_what_the_parser_takes_and_nothing_else(exported):
     plugins = set(PLUGINS)
     for model in models.values():
         lowered = lower(model, folder)
-        assert not lowered.functions and lowered.ir_version <= 8
+        assert not lowered.functions
+        assert lowered.ir_version <= 8
         assert [(x.domain, x.version) for x in lowered.opset_import] == [("", 17)]
         used = {node.op_type for node in lowered.graph.node}
         assert used <= SUPPORTED | plugins
@@ -180,14 +193,16 @@ def test_forced_trees(parts, shipped_model, prompts, plain, wanted):
         return errors_of(executor, wanted, prompts, plain.tokens, SIZES)
 
     good = measure(parts)
-    assert good.worst < 1e-4 and good.drafter < 1e-4 and good.agree == 1
+    assert max(good.worst, good.drafter, good.prefill) < 1e-4
+    assert good.agree == 1
     script.check_errors("float32", good, good)
+    half = Errors(mean=1e-3, worst=2e-3, largest=0.1, agree=0.99, drafter=1e-3, prefill=1e-3)
     for name, change in (("verify", _siblings), ("prefill", _forget), ("draft", _forget)):
         bad = measure({**parts, name: Changed(parts[name], change)})
         with pytest.raises(AssertionError, match="is above"):
             script.check_errors("float32", bad, good)
         with pytest.raises(AssertionError, match="is above"):
-            script.check_errors("float16", bad, replace(good, mean=1e-3, worst=2e-3, drafter=1e-3))
+            script.check_errors("float16", bad, half)
 
 
 class Changed:
@@ -233,8 +248,8 @@ def test_verdicts_on_texts(prompts, plain, wanted):
 
 
 def test_not_a_number_fails():
-    good = Errors(mean=1e-3, worst=2e-3, largest=0.1, agree=0.99, drafter=1e-3)
-    for what in ("mean", "worst", "drafter", "agree"):
+    good = Errors(mean=1e-3, worst=2e-3, largest=0.1, agree=0.99, drafter=1e-3, prefill=1e-3)
+    for what in ("mean", "worst", "drafter", "prefill", "agree"):
         with pytest.raises(AssertionError):
             script.check_errors("float16", replace(good, **{what: float("nan")}), good)
 
@@ -259,5 +274,74 @@ def test_failed_builds_try_again_and_say_why(tmp_path, shipped_model):
     assert builds.said["draft"].count("rc 1") == len(script.ATTEMPTS)
     assert "libnvinfer.so.8" in builds.said["draft"]
     job = json.loads((tmp_path / "draft.0.json").read_text())
-    assert job["level"] == 1 and job["half"] and "mask" in job["profiles"]
+    assert job["level"] == 1
+    assert job["half"]
+    assert "mask" in job["profiles"]
     assert set(DRAFTS) > set(script.KINDS)
+
+
+class Backend:
+    """A double of `engine_backends.TensorRT86` over the files that were exported."""
+
+    version = "8.6.0"
+
+    def __init__(self, folder):
+        pass
+
+    def log(self):
+        return ""
+
+    def load(self, path, *, half):
+        assert not half
+        model = onnx.load(path.with_suffix(".onnx"), load_external_data=False)
+        return Engine(lower(model, path.parent, functions=True))
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["good", "without a drafter"])
+def test_the_whole_script(tmp_path, shipped_model, repository, monkeypatch, broken):
+    """All stages in order, the report, and the exit status; without a GPU and TensorRT."""
+    import argparse
+
+    import engine_backends
+
+    class Left(Exception):
+        pass
+
+    def leave(status):
+        raise Left(status)
+
+    def build(self, name):
+        assert (self.folder / f"{name}.86.onnx").is_file()
+        assert (self.folder / f"{name}.types.json").is_file()
+        if not (broken and name == "draft"):
+            (self.folder / f"{name}.engine").write_text("an engine")
+            self.built.add(name)
+        self.said[name] = "by a double"
+
+    given = argparse.Namespace(
+        tensorrt86=tmp_path, model=shipped_model, prompts=3, tokens=8, types="float32",
+        texts=repository / "examples/training/heldout.jsonl", json=tmp_path / "report.json",
+        level=1, limit=10,
+    )  # fmt: skip
+    monkeypatch.setattr(script, "arguments", lambda: given)
+    monkeypatch.setattr(script, "DEVICE", CPU)
+    monkeypatch.setattr(script, "Sizes", lambda new_tokens: replace(SIZES, new_tokens=new_tokens))
+    monkeypatch.setattr(script.Builds, "_build", build)
+    monkeypatch.setattr(script.cuda_library, "find_library", lambda: tmp_path)
+    monkeypatch.setattr(script.os, "_exit", leave)
+    monkeypatch.setattr(engine_backends, "TensorRT86", Backend)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a double")
+    with pytest.raises(Left) as left:
+        script.main()
+    report = json.loads(given.json.read_text())
+    failed = [row["check"] for row in report["stages"] if not row["passed"]]
+    if broken:
+        assert left.value.args == (1,)
+        assert failed == ["float32: engines built"]
+        return
+    assert left.value.args == (0,), report
+    assert not failed
+    found = report["results"]["float32"]
+    assert found["acceptance_length"] == found["torch_acceptance_length"]
+    assert found["errors"]["worst"] < 1e-4
