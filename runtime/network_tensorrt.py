@@ -238,10 +238,11 @@ class TensorRTNetwork:
                 groups.setdefault(x.group, []).append(x)
         result = {}
         for name, members in groups.items():
-            shape = shape_of(members[0], sizes)
+            shape, dtype = shape_of(members[0], sizes), self._types[members[0].kind]
             if members[0].has_layer:
-                shape = (len(members), *shape)
-            result[name] = self._buffers.view(name, shape, self._types[members[0].kind])
+                result[name] = self._buffers.layers(name, len(members), shape, dtype)
+            else:
+                result[name] = self._buffers.view(name, shape, dtype)
         return result
 
     def _profile(self, shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -25,7 +25,8 @@ Sizes = Mapping[str, int]
 PADDING = {"parents": -1, "slot": -1}
 # Outputs that the memory plan counts as the stash already.
 STASH = ("u", "g", "conv_x")
-_ALIGNMENT = 256
+# TensorRT wants the addresses of inputs and outputs at multiples of it.
+ALIGNMENT = 256
 
 
 def size_of(dim: int | str, sizes: Sizes) -> int:
@@ -124,6 +125,10 @@ def widest_level(limits: ExecutorLimits) -> int:
     return min(MAX_NODES, max(limits.max_nodes, limits.scratch_rows))
 
 
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class StepBuffers:
     """Buffers by name, see the module.
 
@@ -149,14 +154,22 @@ class StepBuffers:
         Raises:
             ValueError: the buffer is smaller.
         """
-        size = prod(shape) * dtype.itemsize
-        buffer = self._buffers[name]
-        if size > buffer.numel():
+        return self.layers(name, 1, shape, dtype)[0]
+
+    def layers(self, name: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """[count, *shape] at the start of a buffer, each layer's start aligned.
+
+        Raises:
+            ValueError: the buffer is smaller.
+        """
+        buffer, stride = self._buffers[name], _aligned(prod(shape) * dtype.itemsize)
+        if count * stride > buffer.numel():
             raise ValueError(
-                f"{name} {list(shape)} takes {size} bytes, and there are {buffer.numel()}: the "
-                "step is larger than the limits allow"
+                f"{name} {list(shape)} takes {count * stride} bytes, and there are "
+                f"{buffer.numel()}: the step is larger than the limits allow"
             )
-        return buffer[:size].view(dtype).view(shape)
+        rows = buffer[: count * stride].view(dtype).view(count, stride // dtype.itemsize)
+        return rows[:, : prod(shape)].view(count, *shape)
 
 
 def bytes_needed(
@@ -177,9 +190,8 @@ def bytes_needed(
             group: dict[str, int] = {}
             for x in (*tensors.inputs, *tensors.outputs):
                 if not x.is_pool:
-                    size = prod(shape_of(x, sizes)) * types[x.kind].itemsize
+                    size = _aligned(prod(shape_of(x, sizes)) * types[x.kind].itemsize)
                     group[x.group] = group.get(x.group, 0) + size
             for name, size in group.items():
-                size = -(-size // _ALIGNMENT) * _ALIGNMENT
                 needed[name] = max(needed.get(name, 0), size)
     return needed

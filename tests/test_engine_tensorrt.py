@@ -34,7 +34,7 @@ from trtllm_treewy.runtime.acceptance import greedy_accept
 from trtllm_treewy.runtime.buckets import context_bucket
 from trtllm_treewy.runtime.engine_files import check_engine, open_engine
 from trtllm_treewy.runtime.executor_network import DrafterCapacity
-from trtllm_treewy.runtime.step_buffers import bytes_needed
+from trtllm_treewy.runtime.step_buffers import ALIGNMENT, bytes_needed
 
 CPU = torch.device("cpu")
 BUILD = BuildOptions(
@@ -101,6 +101,20 @@ def test_same_texts_as_the_checkpoint(engines, double, expected, speculation):
     assert len(loaded) == (3 if speculation else 2), "without drafts no drafter is loaded"
     kinds = [what for what, _ in double.events]
     assert double.streams.replays > 2 * kinds.count("capture") > 0
+
+
+def test_outputs_of_all_layers_are_aligned(engines, double):
+    """TensorRT refuses addresses between multiples of 256 bytes; one row has outputs of 16."""
+    with LLM(engines["shipped"][1], **SETTINGS) as llm:
+        llm.generate("The river", SamplingParams(max_tokens=4, ignore_eos=True))
+        steps = llm._engine._executor._parts["verify"]._steps.values()
+        outputs = bindings("verify", llm.config).outputs
+        assert steps
+        for step in steps:
+            addresses = step.context._addresses
+            for x in outputs:
+                first = addresses[f"{x.group}.0" if x.has_layer else x.name]
+                assert (addresses[x.name] - first) % ALIGNMENT == 0, x.name
 
 
 def test_levels_wider_than_the_tree_run_without_a_bucket(engines, double, expected):
