@@ -153,12 +153,12 @@ class StateManager:
         self._used.discard(slot)
 
     def prefill(self, batch: PrefillBatch) -> PrefillGdnStep:
-        """Step that runs prompt tokens into the state; slots are read on the host.
+        """Step that runs prompt tokens into the state.
 
         Raises:
             ValueError: for a slot that is not allocated or whose tree is pending.
         """
-        slots = batch.slot.tolist()
+        slots = batch.slots
         self.check_allocated(slots)
         self._check_not_pending(slots, "prefill")
         self.policy.materialize(batch.slot)

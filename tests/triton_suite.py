@@ -1,0 +1,126 @@
+"""The Triton kernels, played by Triton's interpreter, against plain torch.
+
+`tests/test_triton_ops.py` runs this file in a process of its own with TRITON_INTERPRET=1, which
+must be set before a kernel is defined.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+from trtllm_treewy.runtime.kv_cache import KvCache
+from trtllm_treewy.topology import ancestor_mask
+from trtllm_treewy.triton_ops import attention
+
+PAGE, SLOTS = 4, 5
+NAN = float("nan")
+
+
+def make_cache(kv_heads, dim, dtype):
+    cache = KvCache(1, 60, PAGE, kv_heads, dim, dtype, "cpu", SLOTS, 48)
+    # Blocks in another order than rows, and slots that hold different numbers of them.
+    for rows in (4, 13, 30, 48):
+        for slot in range(SLOTS):
+            cache.try_reserve(slot, max(1, rows - 3 * slot))
+    torch.nn.init.normal_(cache.k)
+    torch.nn.init.normal_(cache.v)
+    return cache
+
+
+def random_tree(nodes):
+    parents = [-1] + [int(torch.randint(0, t, ())) for t in range(1, nodes)]
+    return torch.tensor([parents], dtype=torch.int32)
+
+
+def random_step(batch, nodes, kv_heads, groups, dim, dtype):
+    counts = torch.randint(1, nodes + 1, (batch,), dtype=torch.int32)
+    parents = torch.cat([random_tree(nodes) for _ in range(batch)])
+    real = torch.arange(nodes) < counts[:, None]
+    own = ancestor_mask(parents, counts) & real[:, :, None]
+    slot = torch.randperm(SLOTS)[:batch].int()
+    slot[-1] = -1
+    context = torch.randint(0, 24, (batch,), dtype=torch.int32)
+    context[0] = 0
+    q = torch.randn(batch, nodes, kv_heads * groups, 2 * dim).to(dtype)[..., :dim]
+    k, v = (torch.randn(batch, nodes, kv_heads, dim).to(dtype) for _ in range(2))
+    return slot, context, own, q, k, v
+
+
+def torch_attention(cache, slot, context, own, q, k, v, scale):
+    batch, nodes, entries = own.shape
+    rows = torch.arange(int(context.max()) + entries)
+    behind = rows - context[:, None]
+    seen = own.gather(2, behind.clamp(0, entries - 1)[:, None].expand(-1, nodes, -1).long())
+    mask = (behind < 0)[:, None] | (seen & ((behind >= 0) & (behind < entries))[:, None])
+    real = own.any(-1)
+    mask = mask & real[:, :, None]
+    offsets = torch.where(real, context[:, None] + torch.arange(nodes), -1)
+    return cache.step(slot, offsets, mask).attend(0, q, k, v, scale), offsets
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("kv_heads", "groups", "dim", "nodes"), [(2, 4, 16, 5), (1, 3, 24, 9), (2, 8, 32, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # no bf16 products there
+def test_tree_attention_is_that_of_torch(kv_heads, groups, dim, nodes, dtype, splits):
+    cache = make_cache(kv_heads, dim, dtype)
+    slot, context, own, q, k, v = random_step(4, nodes, kv_heads, groups, dim, dtype)
+    want, offsets = torch_attention(cache, slot, context, own, q, k, v, 0.3)
+    target = cache._physical(slot, offsets)
+    got_cache = make_cache(kv_heads, dim, dtype)
+    got_cache.k.copy_(cache.k)
+    got_cache.v.copy_(cache.v)
+    attention.append_rows(k, v, got_cache.k[0], got_cache.v[0], target)
+    sink = cache.num_blocks * PAGE
+    assert torch.equal(got_cache.k[:, :, :sink], cache.k[:, :, :sink])
+    assert torch.equal(got_cache.v[:, :, :sink], cache.v[:, :, :sink])
+    got = attention.tree_attention(
+        q, cache.k[0], cache.v[0], cache.block_table, slot, context, own, 0.3,
+        page=PAGE, num_blocks=cache.num_blocks,
+        tiles=attention.Tiles(16, 16, splits, 4, 2),
+    )  # fmt: skip
+    # Queries beyond a tree's nodes attend its context here, and nothing there; nobody reads them.
+    real = own.any(-1) & (slot >= 0)[:, None]
+    close = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got[real], want[real], **close)
+    assert not got[-1].any()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_what_is_not_attended_reaches_nobody(splits):
+    """CASES 9, 14: NaN in a sibling, behind the tree and in the sink; NaN where it is attended."""
+    cache = make_cache(1, 16, torch.float32)
+    context = torch.tensor([6, 3], dtype=torch.int32)
+    slot = torch.tensor([1, 2], dtype=torch.int32)
+    parents = torch.tensor([[-1, 0, 0, 1]] * 2, dtype=torch.int32)
+    own = ancestor_mask(parents, torch.tensor([4, 4]))
+    q, k, v = (torch.randn(2, 4, heads, 16) for heads in (2, 1, 1))
+    k[0, 2], v[1, 2] = NAN, NAN
+    offsets = context[:, None] + torch.arange(4)
+    behind = cache._physical(slot, offsets[:, -1:] + 1)
+    cache.k[:, :, behind] = NAN
+    cache.v[:, :, behind] = NAN
+    cache.k[:, :, cache.num_blocks * PAGE :] = NAN
+    attention.append_rows(k, v, cache.k[0], cache.v[0], cache._physical(slot, offsets))
+    got = attention.tree_attention(
+        q, cache.k[0], cache.v[0], cache.block_table, slot, context, own, 1.0,
+        page=PAGE, num_blocks=cache.num_blocks, tiles=attention.Tiles(16, 16, splits, 4, 2),
+    )  # fmt: skip
+    assert got[:, [0, 1, 3]].isfinite().all()
+    assert got[:, 2].isnan().all()
+
+
+def test_tiles_fill_the_gpu_and_stay_within_its_memory():
+    for batch in (1, 8, 64, 256):
+        for rows in (8, 32, 120, 320):
+            tiles = attention.choose_tiles(batch, 2, rows, 256, 8192, 132, 227 * 1024)
+            programs = batch * 2 * -(-rows // tiles.block_m) * tiles.splits
+            assert programs >= 132 or tiles.splits == attention.MAX_SPLITS
+            assert tiles.splits == 1 or programs < 4 * 132
+    assert attention.choose_tiles(1, 2, 8, 128, 200, 132, 99 * 1024).splits == 1
