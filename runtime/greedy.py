@@ -52,6 +52,10 @@ class Sampler(Protocol):
         """Raises ValueError for settings that cannot be carried out."""
         ...
 
+    def is_plain(self, request: Request) -> bool:
+        """Whether the model's most likely token is all that this request wants, from now on."""
+        ...
+
     def propose(
         self,
         drafter: Drafter,
@@ -92,6 +96,10 @@ class GreedySampler:
     def check(self, request: Request) -> None:
         if not request.params.greedy:
             raise ValueError("this engine decodes greedily, but the request asks for sampling")
+
+    def is_plain(self, request: Request) -> bool:
+        minimum = request.params.min_tokens or 0
+        return not request.forbidden_until_min_tokens or len(request.output_token_ids) >= minimum
 
     def propose(
         self,

@@ -213,6 +213,18 @@ class StateManager:
         )
         self._pending = None
 
+    @property
+    def pending(self) -> bool:
+        """Whether a verified tree waits for its commit."""
+        return self._pending is not None
+
+    def resume(self, step: TreeGdnStep) -> None:
+        """Makes a step of `verify` the pending one again, which `discard` dropped.
+
+        A captured commit belongs to the captured verification of its shape, whichever ran last.
+        """
+        self._pending = step
+
     def discard(self) -> None:
         """Drops the pending tree, if there is one; every state stays as it is."""
         self._pending = None

@@ -54,6 +54,13 @@ class TreeSampler:
         """Raises ValueError for settings that name tokens which the model does not have."""
         check_vocabulary(request.params, self._vocab_size)
 
+    def is_plain(self, request: Request) -> bool:
+        sequence, params = self._sequence(request), request.params
+        position = len(request.output_token_ids)
+        biased = any(position < until for _, _, until in sequence.biases)
+        changed = biased or sequence.penalised or params.embedding_bias is not None
+        return params.greedy and not changed and params.num_logprobs is None
+
     def propose(
         self,
         drafter: Drafter,

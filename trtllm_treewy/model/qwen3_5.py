@@ -100,9 +100,13 @@ class Qwen3_5ForCausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden` [..., hidden] to logits [..., vocab], float32 (float64 stays)."""
+        return self.head(hidden).to(compute_dtype(hidden))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The same in the type of `hidden`, which is what the head computes."""
         tied = self.config.tie_word_embeddings
         weight = self.model.embed_tokens.weight if tied else self.lm_head.weight
-        return F.linear(hidden, weight).to(compute_dtype(hidden))
+        return F.linear(hidden, weight)
 
     def draft(
         self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionStep
