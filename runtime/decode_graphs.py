@@ -19,7 +19,6 @@ from trtllm_treewy import triton_ops
 from trtllm_treewy.batch import TreeBatch
 from trtllm_treewy.draft_tree import TreeTopology
 from trtllm_treewy.model import Qwen3_5ForCausalLM
-from trtllm_treewy.topology import node_depth
 
 from .acceptance import Acceptance, greedy_accept
 from .cuda_graphs import GraphRunner, GraphSizes
@@ -345,35 +344,3 @@ def buffer_sizes(slots: int, hidden: int, options: GraphOptions) -> BufferSizes:
         drafts=options.topology.num_nodes if options.topology is not None else 1,
         hidden=hidden,
     )
-
-
-def accept_by_depth(probabilities: Sequence[float]) -> Accept:
-    """Acceptance drawn from a law instead of the model: for measurements without trained weights.
-
-    A draft at depth d + 1 is accepted with `probabilities[d]` given that its parent is; the path is
-    the first of the tree that is as deep. Tokens are those of the drafts, so a text means nothing.
-    """
-
-    def accept(tree: TreeBatch, target_ids: Tensor, columns: int) -> Acceptance:
-        device = target_ids.device
-        law = torch.zeros(columns, device=device)
-        for depth, probability in enumerate(probabilities[:columns]):
-            law[depth] = probability
-        batch, nodes = tree.parents.shape
-        luck = torch.rand(batch, columns, device=device) < law
-        wanted = luck.int().cumprod(1).sum(1).clamp(max=columns - 1)
-        index = torch.arange(nodes, device=device)
-        real = (index < tree.num_nodes[:, None]) & (tree.slot >= 0)[:, None]
-        depth = torch.where(real, node_depth(tree.ancestors), -1)
-        reached = torch.minimum(wanted, depth.amax(1))
-        last = (depth == reached[:, None]).int().argmax(1)
-        last = torch.where(reached >= 0, last, -1)
-        on_path = tree.ancestors.gather(1, last.clamp(min=0)[:, None, None].expand(-1, 1, nodes))
-        on_path = on_path[:, 0] & real & (last >= 0)[:, None]
-        # Nodes of a path in the order of their depth, which is that of their indices.
-        order = torch.where(on_path, index, nodes).sort(1).values[:, :columns]
-        path = torch.where(order < nodes, order, -1)
-        bonus = target_ids.gather(1, last.clamp(min=0)[:, None])[:, 0]
-        return Acceptance(last.int(), on_path.sum(1).int(), path, torch.where(last >= 0, bonus, -1))
-
-    return accept

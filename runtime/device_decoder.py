@@ -119,8 +119,9 @@ class DeviceDecoder:
                 self._drafted |= {_slot(r) for r in requests if r.speculation}
 
     def results(self, requests: Sequence[Request]) -> list[DecodedRow]:
-        """What the step brought, in the order of `launch`; waits for the device, but not for the
-        drafts of the next one.
+        """What the step brought, in the order of `launch`.
+
+        Waits for the device, but not for the drafts of the next step.
         """
         launched, self._launched = self._launched, None
         assert launched is not None

@@ -63,14 +63,20 @@ def _levels(topology: TreeTopology, device: torch.device) -> list[_Level]:
         for place, node in enumerate(inner):
             sees[place, sorted(seen[node])] = True
         source = [above.index(topology.parent_ids[node]) for node in inner]
-        ids = [topology.parent_ids[node] for node in nodes]
+        above_nodes = [topology.parent_ids[node] for node in nodes]
+
+        def ids(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64).to(device)
+
         levels.append(
             _Level(
-                *(torch.tensor(x, dtype=torch.int64).to(device) for x in (nodes, ids, pick)),
-                widest,
-                torch.tensor(inner).to(device) if inner else None,
-                torch.tensor(source, dtype=torch.int64).to(device),
-                sees.to(device),
+                nodes=ids(nodes),
+                parents=ids(above_nodes),
+                pick=ids(pick),
+                widest=widest,
+                inner=ids(inner) if inner else None,
+                source=ids(source),
+                sees=sees.to(device),
             )
         )
         above = inner

@@ -124,3 +124,79 @@ def test_tiles_fill_the_gpu_and_stay_within_its_memory():
             assert programs >= 132 or tiles.splits == attention.MAX_SPLITS
             assert tiles.splits == 1 or programs < 4 * 132
     assert attention.choose_tiles(1, 2, 8, 128, 200, 132, 99 * 1024).splits == 1
+
+
+# ------------------------------------------------------------------ the rest of the model
+
+
+def test_norms_are_those_of_torch():
+    from trtllm_treewy.model.norm import RMSNorm, RMSNormGated
+
+    for shape in ((3, 24), (2, 5, 4, 16), (7,), (0, 16)):
+        plain, gated = RMSNorm(shape[-1], 1e-6), RMSNormGated(shape[-1], 1e-6)
+        torch.nn.init.normal_(plain.weight)
+        torch.nn.init.normal_(gated.weight)
+        x, gate = torch.randn(shape), torch.randn(shape)
+        wide = torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
+        for given in (x, wide, x.half()):
+            torch.testing.assert_close(
+                plain(given), plain.double()(given.double()).to(given.dtype), rtol=1e-3, atol=1e-5
+            )
+            plain.float()
+        want = gated.double()(x.double(), gate.double()).float()
+        torch.testing.assert_close(gated.float()(x, gate), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("experts", "top"), [(8, 2), (6, 3), (16, 8)])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_experts_are_those_of_torch(tokens, experts, top):
+    from trtllm_treewy.model.mlp import Experts, Router
+    from trtllm_treewy.triton_ops import moe
+
+    block, router = Experts(experts, 24, 20), Router(24, experts, top)
+    for parameter in (*block.parameters(), *router.parameters()):
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(tokens, 24)
+    weights, ids = router(x)
+    probs = torch.softmax(x @ router.weight.T, -1).topk(top)
+    assert torch.equal(ids.long(), probs.indices)
+    want_weights = probs.values / probs.values.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, want_weights)
+    want = block.double()(x.double(), weights.double(), ids.long()).float()
+    block.float()
+    tiles = moe.Tiles(16, 16, 16, 4, 2)
+    got = moe.mix_experts(x, weights, ids, block.gate_up_proj, block.down_proj, tiles)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_one_expert_for_all_and_experts_that_nobody_wants():
+    from trtllm_treewy.model.mlp import Experts
+    from trtllm_treewy.triton_ops import moe
+
+    block = Experts(4, 16, 16)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    x, ids = torch.randn(37, 16), torch.full((37, 1), 2, dtype=torch.int32)
+    weights = torch.rand(37, 1)
+    want = block.double()(x.double(), weights.double(), ids.long()).float()
+    block.float()
+    tiles = moe.Tiles(16, 16, 16, 4, 2)
+    got = moe.mix_experts(x, weights, ids, block.gate_up_proj, block.down_proj, tiles)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(61, 1), (61, 5), (9000, 3), (5, 5)])
+def test_best_tokens_are_those_of_topk(vocab, count):
+    from trtllm_treewy.triton_ops import topk
+
+    logits = torch.randn(4, vocab)
+    logits[1, 3] = float("-inf")
+    ids, scores = topk.best_tokens(logits, count)
+    want = torch.log_softmax(logits, -1).topk(count)
+    assert torch.equal(ids, want.indices)
+    torch.testing.assert_close(scores, want.values, rtol=1e-5, atol=1e-5)
+    logits[2, 1] = NAN
+    ids, scores = topk.best_tokens(logits, count)
+    assert ((ids >= 0) & (ids < vocab)).all()
+    assert scores[2].isnan().any()
+    assert scores[[0, 1, 3]].isfinite().any()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import triton_ops
 from ..config import ModelConfig
 from .norm import compute_dtype
 
@@ -34,6 +35,10 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [T, hidden] to weights [T, top_k] in x's type and expert ids [T, top_k]."""
         logits = F.linear(x, self.weight)
+        if triton_ops.serves(logits):
+            from ..triton_ops.moe import route
+
+            return route(logits, self.top_k, x.dtype)
         probs = torch.softmax(logits, dim=-1, dtype=compute_dtype(x))
         weights, experts = probs.topk(self.top_k, dim=-1)
         return (weights / weights.sum(-1, keepdim=True)).to(x.dtype), experts
@@ -51,6 +56,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Weighted sum of each token's experts; tokens are grouped so each expert runs once."""
+        if triton_ops.serves(x):
+            from ..triton_ops.moe import mix_experts
+
+            return mix_experts(x, weights, experts.int(), self.gate_up_proj, self.down_proj)
         out = torch.zeros_like(x)
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=self.down_proj.shape[0]).tolist()

@@ -41,7 +41,9 @@ def _partial(
         value, chosen = _take(x, ids, vocab)
         tl.store(value_ptr + place * COUNT + k, value)
         tl.store(id_ptr + place * COUNT + k, chosen)
-        x = tl.where(ids == chosen, float("-inf"), x)
+        taken = ids == chosen
+        x = tl.where(taken, float("-inf"), x)
+        ids = tl.where(taken, vocab, ids)
 
 
 @triton.jit
@@ -67,7 +69,9 @@ def _merge(
         value, chosen = _take(x, ids, vocab)
         tl.store(out_id_ptr + row * COUNT + k, tl.minimum(chosen, vocab - 1).to(tl.int64))
         tl.store(out_score_ptr + row * COUNT + k, value - lse)
-        x = tl.where(ids == chosen, float("-inf"), x)
+        taken = ids == chosen
+        x = tl.where(taken, float("-inf"), x)
+        ids = tl.where(taken, vocab, ids)
 
 
 def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,45 @@
+"""Acceptance drawn from a law: measurements without trained weights. Texts mean nothing then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trtllm_treewy.batch import TreeBatch
+
+from .acceptance import Acceptance
+from .decode_graphs import Accept
+
+
+def accept_by_depth(probabilities: Sequence[float]) -> Accept:
+    """Acceptance drawn from a law instead of the model: for measurements without trained weights.
+
+    A draft at depth d + 1 is accepted with `probabilities[d]` given that its parent is; the path is
+    the first of the tree that is as deep. Tokens are those of the drafts, so a text means nothing.
+    """
+
+    def accept(tree: TreeBatch, target_ids: Tensor, columns: int) -> Acceptance:
+        device = target_ids.device
+        law = torch.zeros(columns, device=device)
+        for depth, probability in enumerate(probabilities[:columns]):
+            law[depth] = probability
+        batch, nodes = tree.parents.shape
+        luck = torch.rand(batch, columns, device=device) < law
+        wanted = luck.int().cumprod(1).sum(1).clamp(max=columns - 1)
+        index = torch.arange(nodes, device=device)
+        real = (index < tree.num_nodes[:, None]) & (tree.slot >= 0)[:, None]
+        depths = torch.where(real, tree.depth, -1)
+        reached = torch.minimum(wanted, depths.amax(1))
+        last = (depths == reached[:, None]).int().argmax(1)
+        last = torch.where(reached >= 0, last, -1)
+        on_path = tree.ancestors.gather(1, last.clamp(min=0)[:, None, None].expand(-1, 1, nodes))
+        on_path = on_path[:, 0] & real & (last >= 0)[:, None]
+        # Nodes of a path in the order of their depth, which is that of their indices.
+        order = torch.where(on_path, index, nodes).sort(1).values[:, :columns]
+        path = torch.where(order < nodes, order, -1)
+        bonus = target_ids.gather(1, last.clamp(min=0)[:, None])[:, 0]
+        return Acceptance(last.int(), on_path.sum(1).int(), path, torch.where(last >= 0, bonus, -1))
+
+    return accept
