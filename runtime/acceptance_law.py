@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from trtllm_treewy.batch import TreeBatch
+from trtllm_treewy.draft_tree import DraftTree
 
 from .acceptance import Acceptance
 from .decode_graphs import Accept
+from .greedy import Decision
+from .request import Request
+from .sampling import AcceptanceRule
+from .tree_sampler import TreeSampler
 
 
 def accept_by_depth(probabilities: Sequence[float]) -> Accept:
@@ -43,3 +48,26 @@ def accept_by_depth(probabilities: Sequence[float]) -> Accept:
         return Acceptance(last.int(), on_path.sum(1).int(), path, torch.where(last >= 0, bonus, -1))
 
     return accept
+
+
+class SimulatedSampler(TreeSampler):
+    """Accepts by a law where the host decides; every request decodes greedily otherwise."""
+
+    def __init__(
+        self, vocab_size: int, device: torch.device, rule: AcceptanceRule, *, accept: Accept
+    ) -> None:
+        super().__init__(vocab_size, device, rule)
+        self._accept = accept
+
+    @torch.inference_mode()
+    def decide(
+        self,
+        logits: Tensor,
+        batch: TreeBatch,
+        trees: Sequence[DraftTree],
+        requests: Sequence[Request],
+        max_path: int,
+    ) -> Decision:
+        """As `Sampler.decide`, whatever the drafts are worth."""
+        best = logits.max(-1)
+        return Decision(self._accept(batch, best.indices, max_path), ~best.values.isfinite())

@@ -7,7 +7,7 @@ is no GPU: the same functions over the same buffers, called instead of replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,12 +56,6 @@ class GraphSizes:
         if batch is None or width is None or (batch != rows and not self.padding):
             return None
         return batch, width
-
-    def shapes(self) -> Iterable[tuple[int, int]]:
-        """All shapes, the largest first: later captures find their memory in its pool."""
-        return sorted(
-            ((b, n) for b in self.batch for n in self.nodes), key=lambda s: (-s[0] * s[1], s)
-        )
 
 
 class CudaGraphRunner:

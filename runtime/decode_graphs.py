@@ -102,17 +102,16 @@ class DecodeGraphs:
         return self._runner.memory_bytes
 
     def capture_all(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures every shape now, the largest first; `progress` is told how many are done."""
-        shapes = list(self.sizes.shapes())
-        for done, (batch, nodes) in enumerate(shapes):
-            for context in self._bounds():
-                self._record_step(batch, nodes, context)
-            if progress is not None:
-                progress(done + 1, len(shapes))
+        """Captures the steps of whole trees now, the largest batch first; others as they are met.
 
-    def _bounds(self) -> tuple[int, ...]:
-        """Without a bound all at once; with bounds as they are met, but the smallest."""
-        return (self._bound(0),)
+        Later captures find their memory in the pool of the largest. `progress` is told how many
+        are done.
+        """
+        shapes = [(batch, self.sizes.nodes[-1]) for batch in reversed(self.sizes.batch)]
+        for done, (batch, nodes) in enumerate(shapes, start=1):
+            self._record_step(batch, nodes, self._bound(0))
+            if progress is not None:
+                progress(done, len(shapes))
 
     def _bound(self, max_context: int) -> int:
         """The bound of contexts that a step of at most `max_context` tokens is captured for."""
@@ -122,24 +121,26 @@ class DecodeGraphs:
         return min(most, max(64, 1 << max(0, max_context - 1).bit_length()))
 
     def _record_step(self, batch: int, nodes: int, bound: int) -> None:
-        """Captures all that a step of this shape needs, if it is not there yet."""
-        functions: list[tuple[tuple[object, ...], Callable[[], None]]] = [
-            (("verify", batch, nodes, bound), partial(self._verify, batch, nodes, bound)),
-            (("accept", batch, nodes), partial(self._accept, batch, nodes)),
-            (("commit", batch, nodes), partial(self._commit, batch, nodes)),
-            (("fill", batch, nodes), partial(self._fill, batch, nodes)),
-        ]
-        if self.drafts is not None:
-            functions += [
-                (("draft", batch, bound), partial(self.drafts.draft, batch, bound)),
-                (("extend", batch, bound), partial(self._extend, batch, bound)),
-            ]
-        missing = [(key, function) for key, function in functions if key not in self._runner]
-        if not missing:
-            return
+        """Captures all that a step of this shape needs, and is not there yet.
+
+        The buffers hold padding alone afterwards.
+        """
         self._pools.kv_cache.flush()
         self.buffers.set_inert(batch)
-        for key, function in missing:
+        self._record(("verify", batch, nodes, bound), partial(self._verify, batch, nodes, bound))
+        self._record(("accept", batch, nodes), partial(self._accept, batch, nodes))
+        self._record(("commit", batch, nodes), partial(self._commit, batch, nodes))
+        self._record(("fill", batch, nodes), partial(self._fill, batch, nodes))
+        self._record_drafts(batch, bound)
+
+    def _record_drafts(self, batch: int, bound: int) -> None:
+        """Captures drafting, whose functions may run twice over whatever the buffers hold."""
+        if self.drafts is not None:
+            self._record(("draft", batch, bound), partial(self.drafts.draft, batch, bound))
+            self._record(("extend", batch, bound), partial(self._extend, batch, bound))
+
+    def _record(self, key: tuple[object, ...], function: Callable[[], None]) -> None:
+        if key not in self._runner:
             self._runner.record(key, torch.inference_mode()(function))
             self._pools.state.discard()
 
@@ -279,9 +280,11 @@ class DecodeGraphs:
             max_context: at least the largest number of committed tokens.
             rows: slot and committed tokens of each; those of the last step where not given.
         """
-        bound = self._prepare((batch, self.sizes.nodes[0]), max_context)
+        bound = self._bound(max_context + self.buffers.sizes.path)
+        self._pools.kv_cache.flush()
         if rows is not None:
             self.buffers.load_draft_rows(batch, list(rows))
+        self._record_drafts(batch, bound)
         self._runner.replay((mode, batch, bound))
 
     @torch.inference_mode()

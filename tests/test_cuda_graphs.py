@@ -5,13 +5,14 @@ Tokens are those of plain decoding, whatever is in the batch and in the buffers 
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import pairwise
 
 import pytest
 import torch
+from checkpoints import hf_config
 from engine_world import (
-    CONFIG,
     VOCAB,
     GraftingDrafter,
     check_nothing_leaked,
@@ -20,10 +21,13 @@ from engine_world import (
     make_request,
     run,
     solo_texts,
+    tiny_config,
     tiny_model,
 )
 
+from trtllm_treewy import LLM, SamplingParams
 from trtllm_treewy.draft_tree import DraftTree, TreeTopology
+from trtllm_treewy.model.dummy import dummy_model
 from trtllm_treewy.runtime.acceptance_law import accept_by_depth
 from trtllm_treewy.runtime.cuda_graphs import GraphSizes, RecordedCalls
 from trtllm_treewy.runtime.decode_graphs import GraphOptions
@@ -303,4 +307,86 @@ def test_acceptance_by_a_law(model):
     reached, total = engine.stats.accepted_per_depth, engine.stats.trees
     for depth, part in enumerate((0.8, 0.4, 0.36)):
         assert abs(reached[depth] / total - part) < 0.05
-    assert CONFIG.vocab_size == VOCAB
+
+
+# ------------------------------------------------------------------ through the public API
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Makes `LLM` capture its steps on the CPU, by calls."""
+    from trtllm_treewy import CudaGraphConfig, llm
+
+    made = []
+    build = llm.build_engine
+
+    def with_graphs(*args, **options):
+        engine, memory = build(*args, **{**options, "graphs": CudaGraphConfig()})
+        made.append(engine)
+        return engine, memory
+
+    monkeypatch.setattr(llm, "build_engine", with_graphs)
+    return made
+
+
+def texts_of(model, config, params, **settings):
+    with LLM(
+        model, dtype="float32", device="cpu", max_seq_len=256, speculative_config=config, **settings
+    ) as llm:
+        prompts = ["The error log", "Once upon a time", "def main():", "1 2 3"]
+        return [tuple(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"draft_tree_widths": [2, 2, 2]},
+        {"max_draft_len": 3, "state_commit": "deferred"},
+        {"draft_tree_widths": [2, 2], "tree_policy": "auto"},
+        {"use_dynamic_tree": True, "max_total_draft_tokens": 9},
+        None,
+    ],
+)
+def test_the_shipped_model_gives_the_same_texts(config, shipped_model, request):
+    params = [SamplingParams(max_tokens=24 + i, ignore_eos=True) for i in range(3)]
+    params.append(SamplingParams(max_tokens=20, temperature=0.8, seed=5))
+    want = texts_of(shipped_model, config, params)
+    engines = request.getfixturevalue("captured")
+    assert texts_of(shipped_model, config, params) == want
+    (engine,) = engines
+    assert engine._executor.graphs is not None
+    if config is None or not config.get("use_dynamic_tree"):
+        assert engine.stats.graph_steps
+
+
+def test_random_weights_and_a_law_need_a_config_alone(tmp_path, captured):
+    """`load_format="dummy"`: any size that there is a config of."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config()))
+    law = [1.0, 0.0]
+    with pytest.warns(UserWarning, match="simulated_acceptance.* the texts mean nothing"):
+        llm = LLM(
+            tmp_path, load_format="dummy", skip_tokenizer_init=True, device="cpu", max_seq_len=64,
+            dtype="float32",
+            speculative_config={"max_draft_len": 2, "simulated_acceptance": law},
+        )  # fmt: skip
+    with llm:
+        outputs = llm.generate([[1, 2], [3]], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [12, 12]
+    stats = captured[0].stats
+    # Every first draft, but where a text ends at the root, and no second one.
+    assert stats.trees - 2 <= stats.accepted_per_depth[0] == stats.accepted_tokens
+
+
+def test_random_weights_are_seeded_and_sane():
+    config = tiny_config()
+    one, same, other = (
+        dummy_model(config, dtype=torch.bfloat16, device="cpu", seed=seed) for seed in (1, 1, 2)
+    )
+    for (name, a), b, c in zip(
+        one.named_parameters(), same.parameters(), other.parameters(), strict=True
+    ):
+        assert torch.equal(a, b)
+        assert a.dtype == (torch.float32 if name.endswith(("A_log", "dt_bias")) else torch.bfloat16)
+        if a.dim() > 1 or name.endswith(("A_log", "dt_bias")):
+            assert not torch.equal(a, c)
+        assert a.isfinite().all()

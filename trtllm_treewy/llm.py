@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import threading
+import warnings
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +19,15 @@ from .config import ModelConfig
 from .engine_config import ONNX, EngineConfig
 from .export.checkpoint import load_model, resolve_dtype
 from .llmapi import (
+    CudaGraphConfig,
     KvCacheConfig,
     MTPDecodingConfig,
+    cuda_graph_config_from,
     kv_cache_config_from,
     speculation_config_from,
 )
+from .model import Qwen3_5ForCausalLM
+from .model.dummy import dummy_model
 from .outputs import CompletionOutput, RequestOutput
 from .runtime import async_engine
 from .runtime.build import build_engine
@@ -34,6 +40,7 @@ from .tokenizer import end_token_ids, load_tokenizer
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
 DEFAULT_MAX_SEQ_LEN = 8192
+DEFAULT_GRAPHS = CudaGraphConfig()
 
 
 class LLM:
@@ -50,6 +57,10 @@ class LLM:
         speculative_config: `MTPDecodingConfig` or a dict of its fields; None decodes without
             drafts.
         kv_cache_config: `KvCacheConfig` or a dict of its fields.
+        cuda_graph_config: `CudaGraphConfig` or a dict of its fields: which decoding steps are
+            captured as CUDA graphs, on a GPU; None for none.
+        load_format: "auto" reads the checkpoint; "dummy" makes random weights on the device, so
+            that config.json is all that must be there. For measurements.
         max_batch_size: sequences decoded together; each holds a state slot. None takes as many of
             the longest length as memory allows.
         max_seq_len: tokens of a sequence, prompt and output; by default the smaller of the
@@ -78,6 +89,8 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         speculative_config: MTPDecodingConfig | Mapping[str, Any] | None = None,
         kv_cache_config: KvCacheConfig | Mapping[str, Any] | None = None,
+        cuda_graph_config: CudaGraphConfig | Mapping[str, Any] | None = DEFAULT_GRAPHS,
+        load_format: str = "auto",
         max_batch_size: int | None = 8,
         max_seq_len: int | None = None,
         max_num_tokens: int = 8192,
@@ -93,6 +106,15 @@ class LLM:
             )
         self.speculation = speculation_config_from(speculative_config)
         cache_config = kv_cache_config_from(kv_cache_config)
+        graphs = cuda_graph_config_from(cuda_graph_config)
+        if load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
+        if self.speculation.simulated_acceptance is not None:
+            warnings.warn(
+                f"acceptance is drawn from the law {self.speculation.simulated_acceptance} and "
+                "not from the model (simulated_acceptance): the texts mean nothing",
+                stacklevel=2,
+            )
         directory = Path(model)
         self.config = ModelConfig.from_pretrained(directory)
         self._end_ids = end_token_ids(directory, self.config)
@@ -115,9 +137,7 @@ class LLM:
             max_num_tokens = min(max_num_tokens, built.max_num_tokens)
         self._engine, self._memory = build_engine(
             self.config,
-            lambda: load_model(
-                directory, self.config, dtype=dtype, device=self.device, progress=progress
-            ),
+            partial(_load, directory, self.config, dtype, self.device, progress, load_format),
             self.speculation,
             cache_config,
             dtype=resolve_dtype(dtype, self.config),
@@ -126,6 +146,7 @@ class LLM:
             max_seq_len=max_seq_len,
             max_num_tokens=max_num_tokens,
             make_executor=make_executor,
+            graphs=graphs if self.device.type == "cuda" else None,
         )
         self._lock = threading.RLock()
         self._handles: dict[int, _Handle] = {}
@@ -477,7 +498,6 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "moe_tensor_parallel_size": (None, 1),
     "enable_attention_dp": (False,),
     "disable_overlap_scheduler": (True,),
-    "cuda_graph_config": (None,),
     "enable_chunked_prefill": (True,),
     "max_beam_width": (None, 1),
     "max_input_len": (None,),
@@ -498,6 +518,20 @@ def _refuse_others(settings: Mapping[str, Any]) -> None:
         if not any(value is other or value == other for other in _OTHERS[name]):
             accepted = " or ".join(repr(other) for other in _OTHERS[name])
             raise ValueError(f"{name}={value!r} is not supported in this version, only {accepted}")
+
+
+def _load(
+    directory: Path,
+    config: ModelConfig,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None,
+    load_format: str,
+) -> Qwen3_5ForCausalLM:
+    """The model with its weights, or with random ones."""
+    if load_format == "dummy":
+        return dummy_model(config, dtype=resolve_dtype(dtype, config), device=device)
+    return load_model(directory, config, dtype=dtype, device=device, progress=progress)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
