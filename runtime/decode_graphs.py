@@ -93,6 +93,7 @@ class DecodeGraphs:
                 model, pools.kv_cache, first_mtp_layer, self.buffers, topology
             )
         self._steps: dict[Shape, TreeGdnStep] = {}
+        self._functions: dict[tuple[object, ...], Callable[[], None]] = {}
         # Where attention masks the rows up to a bound, each bound is another function.
         self._bounded = not triton_ops.serves(pools.kv_cache.k)
 
@@ -141,6 +142,7 @@ class DecodeGraphs:
 
     def _record(self, key: tuple[object, ...], function: Callable[[], None]) -> None:
         if key not in self._runner:
+            self._functions[key] = function
             self._runner.record(key, torch.inference_mode()(function))
             self._pools.state.discard()
 
@@ -286,6 +288,21 @@ class DecodeGraphs:
             self.buffers.load_draft_rows(batch, list(rows))
         self._record_drafts(batch, bound)
         self._runner.replay((mode, batch, bound))
+
+    def replay_part(self, name: str, shape: Shape, max_context: int) -> None:
+        """Replays one function over what the buffers hold; for measurements."""
+        self._runner.replay(self._key(name, shape, max_context))
+
+    @torch.inference_mode()
+    def run_part(self, name: str, shape: Shape, max_context: int) -> None:
+        """Calls what `replay_part` replays."""
+        self._functions[self._key(name, shape, max_context)]()
+
+    def _key(self, name: str, shape: Shape, max_context: int) -> tuple[object, ...]:
+        bound = self._bound(max_context + self.buffers.sizes.path)
+        if name in ("draft", "extend"):
+            return name, shape[0], bound
+        return (name, *shape, bound) if name == "verify" else (name, *shape)
 
     @torch.inference_mode()
     def verify(self, tree: TreeBatch) -> Tensor | None:

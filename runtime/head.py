@@ -23,12 +23,17 @@ def greedy_tokens(model: Qwen3_5ForCausalLM, hidden: Tensor) -> tuple[Tensor, Te
         hidden: [R, hidden], final-normed.
 
     Returns:
-        Token ids int64 [R], and their logits float32 [R]: NaN or infinite where those of the row
-        allow no choice.
+        Token ids int64 [R], and float32 [R]: NaN or infinite where logits of the row are no use.
     """
     ids, values = [], []
     for part in hidden.split(ROWS):
-        best = model.head(part).max(-1)
+        logits = model.head(part)
+        if triton_ops.serves(logits):
+            found = _best(logits, 1)
+            ids.append(found[0][:, 0])
+            values.append(found[1][:, 0])
+            continue
+        best = logits.max(-1)
         ids.append(best.indices)
         values.append(best.values.float())
     return torch.cat(ids), torch.cat(values)

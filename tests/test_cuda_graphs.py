@@ -61,7 +61,9 @@ def agreeable(model):
     with torch.no_grad():
         for layer in [*model.model.layers, *model.mtp.layers]:
             for name, parameter in layer.named_parameters():
-                if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")) or (
+                    name.endswith("experts.down_proj")
+                ):
                     parameter.mul_(0.06)
         model.mtp.norm.weight.copy_(model.model.norm.weight)
         model.mtp.pre_fc_norm_embedding.weight.zero_()
@@ -79,14 +81,14 @@ def random_jobs(seed: int, count: int):
     ]
 
 
-def graph_engine(model, topology, *, sizes=None, options=None, policy=None, **changes):
+def graph_engine(model, topology, *, runner=None, sizes=None, options=None, policy=None, **changes):
     """An engine whose steps are captured, with a drafter of `topology`."""
     budget, interval = changes.pop("budget", 64), changes.pop("interval", None)
     executor = make_executor(model, max_nodes=topology.num_nodes, **changes)
     drafter = MtpStaticDrafter(executor, topology) if topology.num_nodes > 1 else NullDrafter()
     sizes = sizes or GraphSizes((1, 2, 4), tuple(sorted({1, topology.num_nodes})))
     graphs = executor.make_graphs(
-        RecordedCalls(),
+        runner or RecordedCalls(),
         GraphOptions(sizes, topology.depth + 1, topology, **(options or {})),
     )
     graphs.capture_all()

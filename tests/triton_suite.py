@@ -119,11 +119,11 @@ def test_what_is_not_attended_reaches_nobody(splits):
 def test_tiles_fill_the_gpu_and_stay_within_its_memory():
     for batch in (1, 8, 64, 256):
         for rows in (8, 32, 120, 320):
-            tiles = attention.choose_tiles(batch, 2, rows, 256, 8192, 132, 227 * 1024)
+            tiles = attention.choose_tiles(batch, 2, rows, 256, 8192, 132, 227 * 1024, 2)
             programs = batch * 2 * -(-rows // tiles.block_m) * tiles.splits
             assert programs >= 132 or tiles.splits == attention.MAX_SPLITS
             assert tiles.splits == 1 or programs < 4 * 132
-    assert attention.choose_tiles(1, 2, 8, 128, 200, 132, 99 * 1024).splits == 1
+    assert attention.choose_tiles(1, 2, 8, 128, 200, 132, 99 * 1024, 2).splits == 1
 
 
 # ------------------------------------------------------------------ the rest of the model
@@ -169,10 +169,12 @@ def test_experts_are_those_of_torch(tokens, experts, top):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_one_expert_for_all_and_experts_that_nobody_wants():
+@pytest.mark.parametrize("tally_from", [0, 1000])
+def test_one_expert_for_all_and_experts_that_nobody_wants(monkeypatch, tally_from):
     from trtllm_treewy.model.mlp import Experts
     from trtllm_treewy.triton_ops import moe
 
+    monkeypatch.setattr(moe, "TALLY_FROM", tally_from)
     block = Experts(4, 16, 16)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter)
@@ -200,3 +202,26 @@ def test_best_tokens_are_those_of_topk(vocab, count):
     assert ((ids >= 0) & (ids < vocab)).all()
     assert scores[2].isnan().any()
     assert scores[[0, 1, 3]].isfinite().any()
+
+
+def test_a_model_and_its_captured_steps_give_the_tokens_of_torch(monkeypatch):
+    """The whole of a step by the kernels: attention, experts, norms, drafts."""
+    from engine_world import make_request, run, tiny_config, tiny_model
+    from test_cuda_graphs import TOPOLOGIES, agreeable, graph_engine, random_jobs
+
+    from trtllm_treewy import triton_ops
+
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    config = tiny_config(moe=True, shared_expert_intermediate_size=8, **sizes)
+    model, jobs = agreeable(tiny_model(3, config)), random_jobs(2, 3)
+    serves = triton_ops.serves
+    texts = []
+    for rule in (lambda x: False, serves):
+        monkeypatch.setattr(triton_ops, "serves", rule)
+        engine = graph_engine(model, TOPOLOGIES["tree"])
+        requests = [make_request(i, prompt[:6], 5) for i, (prompt, _) in enumerate(jobs)]
+        run(engine, requests)
+        assert engine.stats.graph_steps
+        assert engine.stats.accepted_tokens
+        texts.append([list(r.output_token_ids) for r in requests])
+    assert texts[0] == texts[1]

@@ -205,7 +205,14 @@ class Tiles:
 
 
 def choose_tiles(
-    batch: int, kv_heads: int, rows: int, dim: int, max_rows: int, processors: int, shared: int
+    batch: int,
+    kv_heads: int,
+    rows: int,
+    dim: int,
+    max_rows: int,
+    processors: int,
+    shared: int,
+    element_bytes: int,
 ) -> Tiles:
     """Tiles for `rows` query rows a key head, over caches of up to `max_rows` rows.
 
@@ -216,15 +223,28 @@ def choose_tiles(
         batch, kv_heads, rows, dim, max_rows: sizes of the call.
         processors: multiprocessors of the GPU.
         shared: bytes of shared memory that a block may have.
+        element_bytes: of an element of the cache.
     """
+    block_d = triton.next_power_of_2(dim)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    small = shared < 160 * 1024 or dim > 256
-    block_s = 32 if small and dim > 128 else 64
+    stages, block_s = 2, 64
+    # Queries, and keys and values of every stage, with a quarter to spare.
+    while (block_m + 2 * stages * block_s) * block_d * element_bytes > shared * 3 // 4:
+        if block_s > 32:
+            block_s //= 2
+        elif stages > 1:
+            stages = 1
+        elif block_m > 16:
+            block_m //= 2
+        elif block_s > 16:
+            block_s //= 2
+        else:
+            break
     programs = batch * kv_heads * -(-rows // block_m)
     splits = 1
     while splits < MAX_SPLITS and programs * splits < processors and splits * 256 <= max_rows:
         splits *= 2
-    return Tiles(block_m, block_s, splits, 4 if block_m < 64 else 8, 2)
+    return Tiles(block_m, block_s, splits, 4 if block_m < 64 else 8, stages)
 
 
 @lru_cache(maxsize=16)
@@ -278,8 +298,9 @@ def tree_attention(
     if tiles is None:
         most = block_table.shape[1] * page if max_rows is None else max_rows
         tiles = choose_tiles(
-            batch, kv_heads, groups * nq, dim, most + own.shape[2], *_processors(q.device)
-        )
+            batch, kv_heads, groups * nq, dim, most + own.shape[2], *_processors(q.device),
+            k_pool.element_size(),
+        )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     splits = tiles.splits
     part, lse = out, out

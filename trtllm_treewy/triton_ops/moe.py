@@ -18,6 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Rows from which counting is divided among programs.
+TALLY_FROM = 2048
+
 
 @triton.jit
 def _route(
@@ -47,14 +50,28 @@ def _route(
 
 
 @triton.jit
-def _count(expert_ptr, start_ptr, tile_ptr, cursor_ptr, rows, EXPERTS: tl.constexpr,
-           BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def _tally(expert_ptr, tally_ptr, rows, CHUNK: tl.constexpr):
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    real = at < rows
+    expert = tl.load(expert_ptr + at, real, other=0)
+    tl.atomic_add(tally_ptr + expert, 1, mask=real)
+
+
+@triton.jit
+def _count(
+    expert_ptr, tally_ptr, start_ptr, tile_ptr, cursor_ptr, rows,
+    TALLIED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Where each expert's rows start, and where its tiles end."""
     ids = tl.arange(0, EXPERTS)
-    counts = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, rows, CHUNK):
-        at = first + tl.arange(0, CHUNK)
-        expert = tl.load(expert_ptr + at, at < rows, other=-1)
-        counts += tl.sum((expert[:, None] == ids[None, :]).to(tl.int32), 0)
+    if TALLIED:
+        counts = tl.load(tally_ptr + ids)
+    else:
+        counts = tl.zeros((EXPERTS,), tl.int32)
+        for first in range(0, rows, CHUNK):
+            at = first + tl.arange(0, CHUNK)
+            expert = tl.load(expert_ptr + at, at < rows, other=-1)
+            counts += tl.sum((expert[:, None] == ids[None, :]).to(tl.int32), 0)
     ends = tl.cumsum(counts, 0)
     tiles = tl.cumsum((counts + BLOCK_M - 1) // BLOCK_M, 0)
     tl.store(start_ptr + ids, ends - counts)
@@ -225,9 +242,14 @@ def mix_experts(
     size, device = triton.next_power_of_2(num_experts), x.device
     start, tile_ends, cursor = torch.empty(3, size + 1, dtype=torch.int32, device=device).unbind()
     order = torch.empty(rows, dtype=torch.int32, device=device)
+    # A few rows are counted by one program; many first, by all.
+    tally = start
+    if rows > TALLY_FROM:
+        tally = torch.zeros(size, dtype=torch.int32, device=device)
+        _tally[(triton.cdiv(rows, 256),)](experts, tally, rows, CHUNK=256, num_warps=4)
     chunk = max(16, min(triton.next_power_of_2(rows), 16384 // size, 64))
     _count[(1,)](
-        experts, start, tile_ends, cursor, rows,
+        experts, tally, start, tile_ends, cursor, rows, TALLIED=rows > TALLY_FROM,
         EXPERTS=size, BLOCK_M=tiles.block_m, CHUNK=chunk, num_warps=8,
     )  # fmt: skip
     _sort[(triton.cdiv(rows, 256),)](experts, cursor, order, rows, CHUNK=256, num_warps=4)
