@@ -262,6 +262,24 @@ class DecodeGraphs:
         """
         bound = self._prepare(shape, max(context for _, context, _ in rows))
         self.buffers.load_rows(shape[0], list(rows))
+        self._replay_step(shape, bound)
+
+    @torch.inference_mode()
+    def run_step_again(self, shape: Shape, max_context: int) -> None:
+        """A step of the rows of the last one, each as far on as that has brought it.
+
+        Args:
+            shape: of the last step.
+            max_context: at least the most tokens that a row may have by now.
+        """
+        bound = self._bound(max_context + self.buffers.sizes.path)
+        self._pools.kv_cache.flush()
+        self.buffers.context(shape[0]).copy_(self.buffers.draft_context(shape[0]))
+        # Captured over what the buffers hold, which is written behind all that is committed.
+        self._record(("verify", *shape, bound), partial(self._verify, *shape, bound))
+        self._replay_step(shape, bound)
+
+    def _replay_step(self, shape: Shape, bound: int) -> None:
         for name in ("fill", "verify", "accept", "commit"):
             key = (name, *shape, bound) if name == "verify" else (name, *shape)
             self._runner.replay(key)

@@ -8,6 +8,7 @@ both at any step: it takes its verified tokens that the MTP module has not seen 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -44,13 +45,25 @@ class DecodedRow:
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step that the device is at."""
+    """A step that the device is at.
 
-    rows: int
+    Attributes:
+        slots, nodes: of its rows.
+        shape: that it is captured for.
+        max_context: at least the committed tokens of every row, when it began.
+        columns: numbers that the host is told of a row.
+        table: int32 [rows, columns] on the host, complete after `event`.
+        drafting: what follows it, "draft" or "extend", or None.
+    """
+
+    slots: list[int]
     nodes: list[int]
-    width: int
+    shape: tuple[int, int]
+    max_context: int
     columns: int
+    table: Tensor
     event: torch.cuda.Event | None
+    drafting: Literal["draft", "extend"] | None
 
 
 class DeviceDecoder:
@@ -64,17 +77,21 @@ class DeviceDecoder:
     def __init__(self, graphs: DecodeGraphs, cache: MtpCache | None) -> None:
         self._graphs, self._cache = graphs, cache
         sizes = graphs.buffers.sizes
-        self._host = torch.empty(
-            sizes.batch * (2 * sizes.path + 1 + 2 * sizes.nodes),
-            dtype=torch.int32,
-            pin_memory=graphs.buffers.device.type == "cuda",
-        )
+        # Two, since a step may be started before the last one's results are read.
+        self._host = [
+            torch.empty(
+                sizes.batch * (2 * sizes.path + 1 + 2 * sizes.nodes),
+                dtype=torch.int32,
+                pin_memory=graphs.buffers.device.type == "cuda",
+            )
+            for _ in range(2)
+        ]
         # Pairs on the device, by slot: how many; and the slots whose drafts are ready.
         self._pairs: dict[int, int] = {}
         self._drafted: set[int] = set()
         # Slots whose root is on the device.
         self._rooted: set[int] = set()
-        self._launched: _Launched | None = None
+        self._launched: deque[_Launched] = deque()
 
     @property
     def drafts(self) -> bool:
@@ -102,77 +119,97 @@ class DeviceDecoder:
         nodes = [self.nodes(request, limit) for request in requests]
         shape = self._graphs.fit(len(requests), max(nodes))
         assert shape is not None
-        drafting = max(nodes) > 1
-        self._bring(requests, drafting)
+        self._bring(requests, drafting=max(nodes) > 1)
         rows = [
             (_slot(request), request.context_len, count)
             for request, count in zip(requests, nodes, strict=True)
         ]
-        self._graphs.run_step(shape, rows)
-        self._launched = self._tell(shape, nodes)
-        for slot, _, _ in rows:
-            self._drafted.discard(slot)
+        drafting: Literal["draft", "extend"] | None = None
         if self._graphs.drafts is not None and any(r.speculation for r in requests):
-            longest = max(context for _, context, _ in rows) + self._graphs.buffers.sizes.path
-            self._graphs.run_drafts("draft" if drafting else "extend", shape[0], longest)
-            if drafting:
-                self._drafted |= {_slot(r) for r in requests if r.speculation}
+            drafting = "draft" if max(nodes) > 1 else "extend"
+        longest = max(context for _, context, _ in rows)
+        self._graphs.run_step(shape, rows)
+        self._follow([slot for slot, _, _ in rows], nodes, shape, longest, drafting)
+        for request in requests:
+            self._drafted.discard(_slot(request))
+            if drafting == "draft" and request.speculation:
+                self._drafted.add(_slot(request))
+
+    def launch_again(self) -> None:
+        """Starts a step of the same sequences behind the one that is under way.
+
+        The device knows how far each has come; those that have ended go on to no effect.
+        """
+        last = self._launched[-1]
+        longest = last.max_context + self._graphs.buffers.sizes.path
+        self._graphs.run_step_again(last.shape, longest)
+        self._follow(last.slots, last.nodes, last.shape, longest, last.drafting)
+
+    def _follow(
+        self,
+        slots: list[int],
+        nodes: list[int],
+        shape: tuple[int, int],
+        longest: int,
+        drafting: Literal["draft", "extend"] | None,
+    ) -> None:
+        """Starts the copy of a step's results, and the drafts behind it."""
+        columns = self._graphs.result_columns(shape[1])
+        source = self._graphs.buffers.result(shape[0], columns)[: len(nodes)]
+        # The other one's results, if it is in use, have not been read yet.
+        busy = self._launched[-1].table.data_ptr() if self._launched else 0
+        host = next(buffer for buffer in self._host if buffer.data_ptr() != busy)
+        table = host[: source.numel()].view(source.shape)
+        table.copy_(source, non_blocking=True)
+        event = None
+        if source.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        self._launched.append(
+            _Launched(slots, nodes, shape, longest, columns, table, event, drafting)
+        )
+        if drafting is not None:
+            longest += self._graphs.buffers.sizes.path
+            self._graphs.run_drafts(drafting, shape[0], longest)
 
     def results(self, requests: Sequence[Request]) -> list[DecodedRow]:
-        """What the step brought, in the order of `launch`.
+        """What the oldest step under way brought, in the order of its `launch`.
 
-        Waits for the device, but not for the drafts of the next step.
+        Waits for the device, but not for the drafts of the next step. Of requests that have
+        finished meanwhile the rows mean nothing.
         """
-        launched, self._launched = self._launched, None
-        assert launched is not None
+        launched = self._launched.popleft()
         if launched.event is not None:
             launched.event.synchronize()
-        table = self._host[: launched.rows * launched.columns].view(launched.rows, -1)
-        columns = min(launched.width, self._graphs.buffers.sizes.path)
-        trees = self._trees(table[:, 2 * columns + 1 :], launched) if self._reports else None
+        columns = min(launched.shape[1], self._graphs.buffers.sizes.path)
+        trees = self._trees(launched, 2 * columns + 1) if self._reports else None
         decoded = []
-        for row, request in enumerate(requests):
-            numbers: list[int] = table[row, : 2 * columns + 1].tolist()
+        for row, numbers in enumerate(launched.table[:, : 2 * columns + 1].tolist()):
             path = [node for node in numbers[:columns] if node >= 0]
-            decoded.append(
-                DecodedRow(
-                    path,
-                    numbers[columns : columns + len(path)],
-                    bool(numbers[-1]),
-                    launched.nodes[row],
-                    None if trees is None else trees[row],
-                )
-            )
-            if request.speculation and self._cache is not None:
-                self._pairs[_slot(request)] = len(path)
+            tokens = numbers[columns : columns + len(path)]
+            tree = None if trees is None else trees[row]
+            decoded.append(DecodedRow(path, tokens, bool(numbers[-1]), launched.nodes[row], tree))
+            request, slot = requests[row], launched.slots[row]
+            if request.slot == slot and request.speculation and self._cache is not None:
+                self._pairs[slot] = len(path)
         return decoded
 
     @property
     def _reports(self) -> bool:
         return self._graphs.options.report_trees
 
-    def _trees(self, table: Tensor, launched: _Launched) -> list[DraftTree]:
-        parents = table[:, : launched.width].tolist()
-        scores = table[:, launched.width :].contiguous().view(torch.float32).tolist()
+    def _trees(self, launched: _Launched, first: int) -> list[DraftTree]:
+        width = launched.shape[1]
+        parents = launched.table[:, first : first + width].tolist()
+        scores = launched.table[:, first + width :].contiguous().view(torch.float32).tolist()
         return [
             DraftTree((0,) * count, tuple(parents[row][:count]), tuple(scores[row][:count]))
             for row, count in enumerate(launched.nodes)
         ]
 
     def discard(self) -> None:
-        """Forgets a step that was launched; its sequences must be forgotten as well."""
-        self._launched = None
-
-    def _tell(self, shape: tuple[int, int], nodes: list[int]) -> _Launched:
-        """Starts the copy of the results."""
-        columns = self._graphs.result_columns(shape[1])
-        source = self._graphs.buffers.result(shape[0], columns)[: len(nodes)]
-        self._host[: source.numel()].view(source.shape).copy_(source, non_blocking=True)
-        event = None
-        if source.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-        return _Launched(len(nodes), nodes, shape[1], columns, event)
+        """Forgets the steps under way; their sequences must be forgotten as well."""
+        self._launched.clear()
 
     # ---- coming and going
 

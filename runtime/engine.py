@@ -77,6 +77,8 @@ class Engine:
         self._sampler = sampler or GreedySampler()
         self._buckets = buckets
         self._decoder = decoder
+        # Requests of a step that the device is at, and of which the host has not heard.
+        self._under_way: list[Request] = []
         self._clock = clock
         self._memory = SequenceMemory(executor, prefixes, self.stats)
         self._scheduler = Scheduler(limits.max_batch_size, self._memory, self._free)
@@ -156,6 +158,12 @@ class Engine:
         self._refresh_stats()
 
     def _step(self) -> None:
+        """Goes on where nothing has changed, or else hears of the last step and plans a new one."""
+        if self._go_on():
+            self._finish()
+            return
+        self._hear()
+        self._finish()
         for request in self._scheduler.make_room():
             request.num_preemptions += 1
             self.stats.preemptions += 1
@@ -172,6 +180,9 @@ class Engine:
         started = self._clock()
         limit = self._policy.limit(len(decoding)) if decoding else None
         launched, hosted = self._launch(decoding, limit)
+        if launched and not hosted and self._may_go_on and not self._scheduler.prompt_tokens():
+            self._under_way = launched
+            return 0
         paths: dict[int, list[int]] = {}
         # The device drafts the next trees while the host takes these up.
         verified = self._collect(launched, paths)
@@ -227,6 +238,7 @@ class Engine:
         return True
 
     def _discard(self) -> None:
+        self._under_way = []
         self._executor.discard()
         if self._decoder is not None:
             self._decoder.discard()
@@ -299,6 +311,48 @@ class Engine:
 
     # ------------------------------------------------------------------------- on the device
 
+    @property
+    def _may_go_on(self) -> bool:
+        """Whether a step's shape may be known before the last one's outcome."""
+        return self._decoder is not None and isinstance(self._policy, FullTrees)
+
+    def _go_on(self) -> bool:
+        """Starts the next step of the sequences under way, then hears of the last one.
+
+        So the device never waits for the host. A sequence that turns out to have ended is in one
+        step more, which nobody hears of.
+
+        Returns:
+            False, with nothing started, where anything else is to be done first.
+        """
+        requests, decoder = self._under_way, self._decoder
+        if not requests or decoder is None or self._scheduler.decoding != requests:
+            return False
+        if self._scheduler.prompt_tokens():
+            return False
+        admissions = self._scheduler.admit()
+        for admission in admissions:
+            self._start(admission)
+        if admissions or not all(self._reaches_on(r, decoder.depth + 1) for r in requests):
+            return False
+        if self._guard(requests, decoder.launch_again):
+            self.stats.graph_steps += 1
+            self._collect(requests, {})
+            self._under_way = requests
+        return True
+
+    def _reaches_on(self, request: Request, path: int) -> bool:
+        """Whether a request has room for a step behind one that accepts `path` nodes."""
+        save = self._memory.next_save(request)
+        if save is not None and save - request.num_computed <= 2 * path:
+            return False
+        return self._memory.try_grow(request, path)
+
+    def _hear(self) -> None:
+        """Takes up the step that is under way, if there is one."""
+        requests, self._under_way = self._under_way, []
+        self._collect(requests, {})
+
     def _launch(
         self, decoding: Sequence[Request], limit: int | None
     ) -> tuple[list[Request], list[Request]]:
@@ -307,7 +361,8 @@ class Engine:
         if decoder is None:
             return [], [*decoding]
         mine = [r for r in decoding if self._needs_no_host(r, decoder, limit)]
-        others = [r for r in decoding if r not in mine] if len(mine) < len(decoding) else []
+        known = {r.request_id for r in mine}
+        others = [r for r in decoding if r.request_id not in known]
         if mine and not self._has_room(mine, others, decoder, limit):
             self.stats.graph_misses += 1
             mine, others = [], [*decoding]
@@ -353,6 +408,8 @@ class Engine:
         if not self._guard(requests, lambda: rows.extend(decoder.results(requests))):
             return [(request, None) for request in requests]
         for request, row in zip(requests, rows, strict=True):
+            if request.finished:
+                continue  # meanwhile, or before a step that was started all the same
             paths[request.request_id] = row.path
             if row.faulty:
                 self._fail(request, NOT_FINITE)

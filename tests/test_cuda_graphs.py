@@ -186,6 +186,38 @@ def test_a_step_that_is_not_captured_or_must_be_pruned_is_counted(model):
     assert min(stats.graph_misses, stats.graph_steps, stats.pruned_trees) > 0
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_arrivals_and_cancels_while_a_step_is_under_way(model, seed):
+    """CASES 5, 28: the next step starts before the host has heard of the last one."""
+    rng = random.Random(seed)
+    jobs = random_jobs(30 + seed, 40)
+    texts = solo_texts(model, jobs)
+    name = list(TOPOLOGIES)[seed]
+    engine = graph_engine(model, TOPOLOGIES[name], num_blocks=48)
+    requests = [make_request(i, *job) for i, job in enumerate(jobs)]
+    waiting, ahead = list(requests), 0
+    while waiting or engine.has_work:
+        if waiting and rng.random() < 0.3:
+            engine.add(waiting.pop(0))
+        if rng.random() < 0.05:
+            engine.cancel([rng.choice(requests)])
+        if engine._scheduler.running and rng.random() < 0.03:
+            request = rng.choice(engine._scheduler.running)
+            engine.stop(request, len(request.output_token_ids) // 2, "stop")
+        waiting = [request for request in waiting if not request.finished]
+        engine.step()
+        ahead += bool(engine._under_way)
+    ends = set()
+    for number, request in enumerate(requests):
+        ends.add(request.finish_reason)
+        got = list(request.output_token_ids)
+        assert got == texts[number][: len(got)]
+        assert request.finish_reason != "length" or got == texts[number]
+    assert ends == {"length", "cancelled", "stop"}
+    assert ahead > 20
+    check_nothing_leaked(engine)
+
+
 class Sizes:
     """A policy that asks for another number of nodes at every step."""
 
