@@ -5,12 +5,14 @@ Memory is divided before anything is allocated, the weights included (`memory_bu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 
+from trtllm_treewy import triton_ops
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.memory_plan import MemoryPlan, plan
@@ -205,6 +207,14 @@ def make_decoder(
         return None
     options = graph_options(graphs, speculation, executor.limits.max_batch_size)
     if options is None:
+        return None
+    weight, config = executor.model.model.embed_tokens.weight, executor.model.config
+    if config.is_moe and weight.is_cuda and not triton_ops.serves(weight):
+        warnings.warn(
+            f"steps are not captured as CUDA graphs: the experts in {weight.dtype} without Triton "
+            "are run one by one from the host",
+            stacklevel=2,
+        )
         return None
     made = executor.make_graphs(make_runner(executor.device), options)
     made.capture_all(capture)

@@ -12,6 +12,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+from engine_world import tiny_config
 
 from trtllm_treewy.runtime.kv_cache import KvCache
 from trtllm_treewy.topology import ancestor_mask
@@ -165,7 +166,7 @@ def test_experts_are_those_of_torch(tokens, experts, top):
     want = block.double()(x.double(), weights.double(), ids.long()).float()
     block.float()
     tiles = moe.Tiles(16, 16, 16, 4, 2)
-    got = moe.mix_experts(x, weights, ids, block.gate_up_proj, block.down_proj, tiles)
+    got = moe.run_experts(x, weights, ids, block.gate_up_proj, block.down_proj, tiles).sum(1)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -183,8 +184,24 @@ def test_one_expert_for_all_and_experts_that_nobody_wants(monkeypatch, tally_fro
     want = block.double()(x.double(), weights.double(), ids.long()).float()
     block.float()
     tiles = moe.Tiles(16, 16, 16, 4, 2)
-    got = moe.mix_experts(x, weights, ids, block.gate_up_proj, block.down_proj, tiles)
+    got = moe.run_experts(x, weights, ids, block.gate_up_proj, block.down_proj, tiles).sum(1)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_blocks_are_those_of_torch(monkeypatch, tokens):
+    from trtllm_treewy import triton_ops
+    from trtllm_treewy.model.mlp import MLP, SparseMoE
+
+    config = tiny_config(moe=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    x = torch.randn(tokens, config.hidden_size)
+    for block in (SparseMoE(config), MLP(config.hidden_size, 40)):
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter)
+        got = block(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_ops, "serves", lambda x: False)
+            torch.testing.assert_close(got, block(x), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(("vocab", "count"), [(61, 1), (61, 5), (9000, 3), (5, 5)])
@@ -206,7 +223,7 @@ def test_best_tokens_are_those_of_topk(vocab, count):
 
 def test_a_model_and_its_captured_steps_give_the_tokens_of_torch(monkeypatch):
     """The whole of a step by the kernels: attention, experts, norms, drafts."""
-    from engine_world import make_request, run, tiny_config, tiny_model
+    from engine_world import make_request, run, tiny_model
     from test_cuda_graphs import TOPOLOGIES, agreeable, graph_engine, random_jobs
 
     from trtllm_treewy import triton_ops

@@ -21,7 +21,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if triton_ops.serves(gate):
+            from ..triton_ops.elementwise import silu_mul
+
+            mixed = silu_mul(gate.flatten(0, -2), up.flatten(0, -2))
+            return self.down_proj(mixed.view_as(gate))
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Router(nn.Module):
@@ -57,9 +63,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Weighted sum of each token's experts; tokens are grouped so each expert runs once."""
         if triton_ops.serves(x):
-            from ..triton_ops.moe import mix_experts
-
-            return mix_experts(x, weights, experts.int(), self.gate_up_proj, self.down_proj)
+            return self.each(x, weights, experts).sum(1)
         out = torch.zeros_like(x)
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=self.down_proj.shape[0]).tolist()
@@ -76,6 +80,12 @@ class Experts(nn.Module):
             start += count
         return out
 
+    def each(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The weighted experts before they are summed [T, top_k, H], by Triton's kernels."""
+        from ..triton_ops.moe import run_experts
+
+        return run_experts(x, weights, experts.int(), self.gate_up_proj, self.down_proj)
+
 
 class SparseMoE(nn.Module):
     """Routed experts plus a shared expert behind a sigmoid gate."""
@@ -91,7 +101,12 @@ class SparseMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         weights, experts = self.gate(flat)
-        shared = torch.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
+        gate, shared = self.shared_expert_gate(flat), self.shared_expert(flat)
+        if triton_ops.serves(flat):
+            from ..triton_ops.elementwise import mix
+
+            return mix(self.experts.each(flat, weights, experts), shared, gate).view_as(x)
+        shared = torch.sigmoid(gate) * shared
         return (self.experts(flat, weights, experts) + shared).view_as(x)
 
 

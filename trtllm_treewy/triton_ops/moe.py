@@ -6,7 +6,8 @@ so the grid has as many as there can be, and those beyond do nothing.
 
     y[t, j] = weight[t, j] * down_e (silu(gate_e x[t]) * up_e x[t]),  e = expert[t, j]
 
-and the sum over j follows. The order of a tile's rows does not matter: no row reaches another.
+and the sum over j follows (`elementwise.mix`). The order of a tile's rows does not matter: no row
+reaches another.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def route(logits: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return weights, ids
 
 
-def mix_experts(
+def run_experts(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
@@ -220,7 +221,7 @@ def mix_experts(
     down: Tensor,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Weighted sum of each token's experts.
+    """Each token's experts, weighted.
 
     Args:
         x: [T, H], last dimension contiguous.
@@ -230,13 +231,13 @@ def mix_experts(
         tiles: sizes of the launches, instead of those that are chosen.
 
     Returns:
-        [T, H] in x's type; products are summed in float32, the sum over experts too.
+        [T, top_k, H] in x's type; products are summed in float32.
     """
     tokens, hidden = x.shape
     top, (num_experts, _, inner) = experts.shape[1], down.shape
     rows = tokens * top
     if not rows:
-        return torch.zeros_like(x)
+        return x.new_zeros(tokens, top, hidden)
     if tiles is None:
         tiles = choose_tiles(rows, num_experts, x.element_size() == 4)
     size, device = triton.next_power_of_2(num_experts), x.device
@@ -266,4 +267,4 @@ def mix_experts(
     _down[(triton.cdiv(hidden, tiles.block_n), most)](
         middle, down, weights, out, start, tile_ends, order, inner, hidden, **sizes
     )
-    return out.view(tokens, top, hidden).sum(1)
+    return out.view(tokens, top, hidden)
