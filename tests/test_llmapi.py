@@ -223,7 +223,7 @@ def test_greedy_settings(settings):
         ({"temperature": -1.0}, "must be a number >= 0"),
         ({"temperature": float("nan")}, "must be a number >= 0"),
         ({"temperature": "0"}, "must be a number >= 0"),
-        ({"n": 2}, "n=2 is not supported"),
+        ({"n": 0}, "n must be an integer >= 1, got 0"),
         ({"best_of": 4}, "best_of=4 is not supported"),
         ({"use_beam_search": True}, "no beam search"),
         ({"logprobs": True}, "logprobs must be"),

@@ -36,6 +36,7 @@ from .runtime.engine_files import executor_maker
 from .runtime.request import Request
 from .runtime.stats import EngineStats
 from .sampling_params import SamplingParams
+from .text_group import TextGroup, merge_streams
 from .tokenizer import end_token_ids, load_tokenizer
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
@@ -214,12 +215,13 @@ class LLM:
         prompts: Sequence[Any] = [inputs] if single else list(inputs)
         params = _params_for(prompts, sampling_params)
         with self._lock:
-            handles = self._submit(prompts, params)
+            groups = self._submit(prompts, params)
             try:
-                self._run(handles, use_tqdm)
+                self._run(groups, use_tqdm)
             finally:
-                self._release(handles)
-        outputs = [handle.output() for handle in handles]
+                for group in groups:
+                    self._release(group.texts)
+        outputs = [group.output() for group in groups]
         return outputs[0] if single else outputs
 
     def generate_async(
@@ -244,28 +246,33 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         with self._lock:
-            (handle,) = self._submit([inputs], [params])
-        return RequestStream(self, handle, streaming)
+            (group,) = self._submit([inputs], [params])
+        return RequestStream(self, group, streaming)
 
     def _submit(
         self, prompts: Sequence[PromptInput], params: Sequence[SamplingParams]
-    ) -> list[_Handle]:
-        """Checks every prompt first, then queues them all."""
+    ) -> list[TextGroup]:
+        """Checks every prompt first, then queues them all, each with its texts."""
         if self._closed:
             raise RuntimeError("this LLM was shut down")
-        handles = [self._make_handle(*pair) for pair in zip(prompts, params, strict=True)]
+        groups = []
+        for prompt, one in zip(prompts, params, strict=True):
+            if not isinstance(one, SamplingParams):
+                raise ValueError(
+                    f"sampling_params must be a SamplingParams, got {type(one).__name__}"
+                )
+            one.validate()
+            groups.append(TextGroup([self._make_handle(prompt, each) for each in one.copies()]))
+        handles: list[_Handle] = [handle for group in groups for handle in group.texts]
         for handle in handles:
             self._engine.check(handle.request)
         for handle in handles:
             self._engine.add(handle.request)
             self._handles[handle.request.request_id] = handle
-        return handles
+        return groups
 
     def _make_handle(self, prompt: PromptInput, params: SamplingParams) -> _Handle:
-        if not isinstance(params, SamplingParams):
-            raise ValueError(
-                f"sampling_params must be a SamplingParams, got {type(params).__name__}"
-            )
+        """A request for one text of a prompt."""
         params.validate()
         for token in {*params.stop_ids, *params.end_ids(self._end_ids)}:
             if token >= self.config.vocab_size:
@@ -316,14 +323,14 @@ class LLM:
                 )
         return text, tuple(int(token) for token in ids)
 
-    def _run(self, handles: Sequence[_Handle], use_tqdm: bool) -> None:
+    def _run(self, groups: Sequence[TextGroup], use_tqdm: bool) -> None:
         from tqdm import tqdm
 
-        with tqdm(total=len(handles), disable=not use_tqdm, unit="prompt") as bar:
-            while running := [handle for handle in handles if not handle.finished]:
-                bar.update(len(handles) - len(running) - bar.n)
+        with tqdm(total=len(groups), disable=not use_tqdm, unit="prompt") as bar:
+            while running := [group for group in groups if not group.finished]:
+                bar.update(len(groups) - len(running) - bar.n)
                 self._step()
-            bar.update(len(handles) - bar.n)
+            bar.update(len(groups) - bar.n)
 
     def _step(self) -> None:
         """One engine step, for every request there is, whoever waits for it."""
@@ -425,10 +432,11 @@ class RequestStream:
     gives the request's slot back.
     """
 
-    def __init__(self, llm: LLM, handle: _Handle, streaming: bool) -> None:
-        self._llm, self._handle, self._streaming = llm, handle, streaming
+    def __init__(self, llm: LLM, group: TextGroup, streaming: bool) -> None:
+        self._llm, self._group, self._streaming = llm, group, streaming
         self._done = False
-        self._adopted: async_engine.RequestStream | None = None
+        self._adopted: list[async_engine.RequestStream] = []
+        self._merged: AsyncIterator[RequestOutput] | None = None
 
     def __iter__(self) -> Iterator[RequestOutput]:
         return self
@@ -436,14 +444,14 @@ class RequestStream:
     def __next__(self) -> RequestOutput:
         if self._done:
             raise StopIteration
-        if self._adopted is not None:
+        if self._adopted:
             raise RuntimeError("this stream is read with `async for`; go on with it")
-        llm, handle = self._llm, self._handle
+        llm, group = self._llm, self._group
         with llm._lock:
-            while not (handle.finished or (self._streaming and handle.has_news)):
+            while not (group.finished or (self._streaming and group.has_news)):
                 llm._step()
-            self._done = handle.finished
-            return handle.output()
+            self._done = group.finished
+            return group.output()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
@@ -451,9 +459,14 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._done:
             raise StopAsyncIteration
-        if self._adopted is None:
-            self._adopted = self._llm._adopt(self._handle, self._streaming)
-        output = await anext(self._adopted)
+        if self._merged is None:
+            texts, streaming = self._group.texts, self._streaming
+            self._adopted = [self._llm._adopt(handle, streaming) for handle in texts]
+            one = len(self._adopted) == 1
+            self._merged = self._adopted[0] if one else merge_streams(self._adopted)
+        output = await anext(self._merged)
+        while not (self._streaming or output.finished):
+            output = await anext(self._merged)  # the others of its texts
         self._done = output.finished
         return output
 
@@ -465,22 +478,22 @@ class RequestStream:
         output = None
         async for output in self:
             pass
-        return output if output is not None else self._handle.output()
+        return output if output is not None else self._group.output()
 
     def result(self) -> RequestOutput:
         """Waits for the end and returns the whole output."""
         output = None
         for output in self:
             pass
-        return output if output is not None else self._handle.output()
+        return output if output is not None else self._group.output()
 
     def abort(self) -> None:
         """Ends the request where it stands; the next output says "cancelled"."""
-        if self._adopted is not None:
-            self._adopted.abort()
-            return
-        with self._llm._lock:
-            self._llm._release([self._handle])
+        for stream in self._adopted:
+            stream.abort()
+        if not self._adopted:
+            with self._llm._lock:
+                self._llm._release(self._group.texts)
 
     close = abort
 
