@@ -11,8 +11,8 @@ from trtllm_treewy.batch import TreeBatch
 from trtllm_treewy.draft_tree import DraftTree
 
 from .acceptance import Acceptance
+from .decision import Decision
 from .decode_graphs import Accept
-from .greedy import Decision
 from .request import Request
 from .sampling import AcceptanceRule
 from .tree_sampler import TreeSampler

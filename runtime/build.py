@@ -119,10 +119,10 @@ def build_engine(
     engine = Engine(
         executor,
         drafter,
+        make_sampler(config, executor.device, speculation),
         max_num_tokens,
         prefixes=make_prefix_cache(executor, cache),
         policy=make_policy(limits, speculation),
-        sampler=make_sampler(config, executor.device, speculation),
         decoder=make_decoder(executor, drafter, speculation, graphs, capture),
         # Padding is for graphs and kernels; on a CPU it is work for nothing.
         buckets=Buckets(limits.max_batch_size, limits.max_nodes) if device.type != "cpu" else None,

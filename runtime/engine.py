@@ -13,10 +13,10 @@ from trtllm_treewy.batch import PrefillBatch, TreeBatch
 from trtllm_treewy.draft_tree import DraftTree, fit_to_budget, to_tree_batch
 
 from .buckets import Buckets
+from .decision import NOT_FINITE, Decision, Sampler
 from .device_decoder import DecodedRow, DeviceDecoder
 from .drafter import Drafter, DraftRoot
 from .executor import Executor, StepOutput
-from .greedy import NOT_FINITE, Decision, GreedySampler, Sampler
 from .prefix_cache import PrefixCache
 from .request import Request
 from .scheduler import Admission, PrefillChunk, Scheduler, split_budget
@@ -33,10 +33,10 @@ class Engine:
     Args:
         executor: the device work.
         drafter: proposes trees.
+        sampler: has trees proposed by the drafter, and accepts tokens.
         max_num_tokens: tokens of a step: tree nodes and prompt tokens together.
         prefixes: the prefix cache, None without one.
         policy: limits the trees of each step.
-        sampler: proposes by the drafter and accepts tokens; greedy unless given.
         buckets: shapes that steps are padded to, None for no padding.
         decoder: runs the steps of requests that need the host for nothing, None for none.
         clock: seconds, for statistics and for the policy.
@@ -49,11 +49,11 @@ class Engine:
         self,
         executor: Executor,
         drafter: Drafter,
+        sampler: Sampler,
         max_num_tokens: int,
         *,
         prefixes: PrefixCache | None = None,
         policy: TreePolicy | None = None,
-        sampler: Sampler | None = None,
         buckets: Buckets | None = None,
         decoder: DeviceDecoder | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -74,7 +74,7 @@ class Engine:
         self._max_num_tokens = max_num_tokens
         self._prefixes = prefixes
         self._policy = policy or FullTrees()
-        self._sampler = sampler or GreedySampler()
+        self._sampler = sampler
         self._buckets = buckets
         self._decoder = decoder
         # Requests of a step that the device is at, and of which the host has not heard.

@@ -11,8 +11,8 @@ from torch import Tensor
 from trtllm_treewy.batch import TreeBatch
 from trtllm_treewy.draft_tree import DraftTree
 
+from .decision import Decision
 from .drafter import Drafter, DraftRoot
-from .greedy import Decision
 from .request import Request
 from .sampling import (
     FAULT_REASONS,

@@ -35,7 +35,6 @@ from trtllm_treewy.runtime.device_decoder import DeviceDecoder
 from trtllm_treewy.runtime.drafter import MtpStaticDrafter, NullDrafter
 from trtllm_treewy.runtime.static_drafts import best_nodes
 from trtllm_treewy.runtime.tree_policy import AutoTrees
-from trtllm_treewy.runtime.tree_sampler import TreeSampler
 
 TOPOLOGIES = {
     "chain": TreeTopology.chain(3),
@@ -94,9 +93,8 @@ def graph_engine(model, topology, *, runner=None, sizes=None, options=None, poli
     graphs.capture_all()
     decoder = DeviceDecoder(graphs, getattr(drafter, "cache", None))
     return make_engine(
-        executor, drafter, budget=budget, interval=interval, decoder=decoder, policy=policy,
-        sampler=TreeSampler(VOCAB, executor.device),
-    )  # fmt: skip
+        executor, drafter, budget=budget, interval=interval, decoder=decoder, policy=policy
+    )
 
 
 def check(engine, texts, jobs, **fields):

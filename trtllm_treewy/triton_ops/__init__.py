@@ -30,9 +30,19 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@lru_cache(maxsize=16)
+def processors(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors of a GPU, and bytes of shared memory that a block may have."""
+    if device.type != "cuda":
+        return 8, 227 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
+    return properties.multi_processor_count, int(shared)
+
+
 def serves(x: Tensor) -> bool:
     """Whether the kernels take tensors like `x`; if not, plain torch does the work."""
-    if x.dtype not in DTYPES or not (x.is_cuda or interpreted()):
+    # What stands in for tensors where a model is traced or exported, gets torch's own operators.
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES or not (x.is_cuda or interpreted()):
         return False
-    # Graphs that are traced or exported hold torch's own operators.
     return installed() and not torch.compiler.is_compiling()

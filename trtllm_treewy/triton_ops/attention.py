@@ -14,12 +14,13 @@ block table. Where that makes too few programs for the GPU, the rows of a sequen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from . import processors
 
 MAX_SPLITS = 32
 
@@ -247,15 +248,6 @@ def choose_tiles(
     return Tiles(block_m, block_s, splits, 4 if block_m < 64 else 8, stages)
 
 
-@lru_cache(maxsize=16)
-def _processors(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda":
-        return 8, 227 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
-    return properties.multi_processor_count, int(shared)
-
-
 def tree_attention(
     q: Tensor,
     k_pool: Tensor,
@@ -298,7 +290,7 @@ def tree_attention(
     if tiles is None:
         most = block_table.shape[1] * page if max_rows is None else max_rows
         tiles = choose_tiles(
-            batch, kv_heads, groups * nq, dim, most + own.shape[2], *_processors(q.device),
+            batch, kv_heads, groups * nq, dim, most + own.shape[2], *processors(q.device),
             k_pool.element_size(),
         )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -320,6 +312,6 @@ def tree_attention(
     )  # fmt: skip
     if splits > 1:
         _combine[(batch * nq * heads,)](
-            part, lse, out, DIM=dim, BLOCK_D=block_d, SPLITS=splits, num_warps=2
+            part, lse, out, DIM=dim, BLOCK_D=block_d, SPLITS=splits, num_warps=4
         )
     return out

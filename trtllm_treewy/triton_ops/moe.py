@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import processors
+
 # Rows from which counting is divided among programs.
 TALLY_FROM = 2048
 
@@ -176,18 +178,25 @@ class Tiles:
     stages: int
 
 
-def choose_tiles(rows: int, experts: int, wide: bool) -> Tiles:
-    """Tiles for `rows` (token, expert) pairs over `experts`; `wide` are 32-bit types."""
+def choose_tiles(rows: int, experts: int, wide: bool, shared: int) -> Tiles:
+    """Tiles for `rows` (token, expert) pairs over `experts`.
+
+    Args:
+        rows, experts: sizes of the call.
+        wide: 32-bit types.
+        shared: bytes of shared memory that a block may have.
+    """
     each = rows / experts
     if wide:
         return Tiles(16 if each <= 16 else 32, 32, 32, 4, 2)
+    stages = 3 if shared >= 160 * 1024 else 2
     if each <= 16:
-        return Tiles(16, 64, 128, 4, 3)
+        return Tiles(16, 64, 128, 4, stages)
     if each <= 48:
-        return Tiles(32, 64, 128, 4, 3)
-    if each <= 96:
-        return Tiles(64, 128, 64, 4, 3)
-    return Tiles(128, 128, 64, 8, 3)
+        return Tiles(32, 64, 128, 4, stages)
+    if each <= 96 or stages == 2:
+        return Tiles(64, 128, 64, 4, stages)
+    return Tiles(128, 128, 64, 8, stages)
 
 
 def route(logits: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -239,7 +248,7 @@ def run_experts(
     if not rows:
         return x.new_zeros(tokens, top, hidden)
     if tiles is None:
-        tiles = choose_tiles(rows, num_experts, x.element_size() == 4)
+        tiles = choose_tiles(rows, num_experts, x.element_size() == 4, processors(x.device)[1])
     size, device = triton.next_power_of_2(num_experts), x.device
     start, tile_ends, cursor = torch.empty(3, size + 1, dtype=torch.int32, device=device).unbind()
     order = torch.empty(rows, dtype=torch.int32, device=device)
