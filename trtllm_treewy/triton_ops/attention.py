@@ -229,6 +229,9 @@ def choose_tiles(
     block_d = triton.next_power_of_2(dim)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     stages, block_s = 2, 64
+    if element_bytes == 4 and block_d > 64:
+        # Exact products of float32 take registers: larger tiles spill by the kilobyte.
+        block_m, block_s, stages = 16, 32, 1
     # Queries, and keys and values of every stage, with a quarter to spare.
     while (block_m + 2 * stages * block_s) * block_d * element_bytes > shared * 3 // 4:
         if block_s > 32:
@@ -245,7 +248,8 @@ def choose_tiles(
     splits = 1
     while splits < MAX_SPLITS and programs * splits < processors and splits * 256 <= max_rows:
         splits *= 2
-    return Tiles(block_m, block_s, splits, 4 if block_m < 64 else 8, stages)
+    warps = 4 if block_m == 16 and element_bytes < 4 else 8
+    return Tiles(block_m, block_s, splits, warps, stages)
 
 
 def tree_attention(
