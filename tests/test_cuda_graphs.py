@@ -55,6 +55,12 @@ def model():
     return agreeable(tiny_model(5))
 
 
+@pytest.fixture(scope="module")
+def first_jobs(model):
+    jobs = random_jobs(3, 14)
+    return jobs, solo_texts(model, jobs)
+
+
 def agreeable(model):
     """Makes the text follow its last token for the most part, and the MTP module know how."""
     with torch.no_grad():
@@ -109,10 +115,9 @@ def check(engine, texts, jobs, **fields):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_tokens_are_those_of_plain_decoding(model, name, policy):
+def test_tokens_are_those_of_plain_decoding(model, first_jobs, name, policy):
     """CASES 1, 8, 23: rows come and go, buffers hold what earlier steps left."""
-    jobs = random_jobs(3, 14)
-    texts = solo_texts(model, jobs)
+    jobs, texts = first_jobs
     engine = graph_engine(model, TOPOLOGIES[name], **POLICIES[policy])
     check(engine, texts, jobs)
     stats = engine.stats
