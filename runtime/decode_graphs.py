@@ -26,7 +26,7 @@ from .head import greedy_tokens
 from .sequence_pools import SequencePools
 from .state_manager import TreeGdnStep
 from .static_drafts import StaticDrafts, best_nodes
-from .step_buffers import BufferSizes, StepBuffers
+from .decode_buffers import BufferSizes, StepBuffers
 
 Accept = Callable[[TreeBatch, Tensor, int], Acceptance]
 Shape = tuple[int, int]

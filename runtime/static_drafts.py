@@ -16,7 +16,7 @@ from trtllm_treewy.model import AttentionStep, Qwen3_5ForCausalLM
 
 from .head import best_children
 from .kv_cache import KvCache
-from .step_buffers import StepBuffers
+from .decode_buffers import StepBuffers
 
 
 @dataclass(frozen=True)
