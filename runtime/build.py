@@ -5,27 +5,35 @@ Memory is divided before anything is allocated, the weights included (`memory_bu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
 
+from trtllm_treewy import triton_ops
 from trtllm_treewy.config import ModelConfig
-from trtllm_treewy.llmapi import KvCacheConfig, MTPDecodingConfig
+from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.memory_plan import MemoryPlan, plan
 from trtllm_treewy.model import Qwen3_5ForCausalLM
 
+from .acceptance_law import SimulatedSampler, accept_by_depth
 from .buckets import Buckets
 from .commit_policy import choose_stash
+from .cuda_graphs import GraphSizes, make_runner
+from .decode_graphs import GraphOptions, accept_greedily, buffer_sizes
+from .device_decoder import DeviceDecoder
 from .device_memory import free_memory
 from .drafter import Drafter, NullDrafter
 from .engine import Engine
 from .executor import Executor, ExecutorLimits, ExecutorSource
 from .executor_distributed import RankGroup
 from .executor_torch import TorchExecutor
+from .head import ROWS as HEAD_ROWS
 from .memory_budget import MAX_AUTO_BATCH, Demand, MemoryBudget, divide
 from .prefix_cache import PrefixCache
 from .sampling import AcceptanceRule, SamplingDynamicDrafter, SamplingStaticDrafter
+from .static_drafts import draft_entries
 from .tree_policy import AutoTrees, FullTrees, TreePolicy
 from .tree_sampler import TreeSampler
 
@@ -33,6 +41,8 @@ from .tree_sampler import TreeSampler
 DEFAULT_MEMORY_FRACTION = 0.9
 # Tokens between the checkpoints of a long sequence, unless the user says.
 DEFAULT_CHECKPOINT_INTERVAL = 1024
+# What a graph takes for each kernel that it launches, and kernels of a layer: measured roughly.
+GRAPH_KERNEL_BYTES, GRAPH_LAYER_KERNELS = 8 << 10, 40
 # Host-side tables have a row for each slot.
 MAX_BATCH_SIZE = 1 << 16
 
@@ -57,6 +67,8 @@ def build_engine(
     max_num_tokens: int,
     source: ExecutorSource | None = None,
     make_ranks: Callable[[], RankGroup] | None = None,
+    graphs: CudaGraphConfig | None = None,
+    capture: Callable[[int, int], None] | None = None,
 ) -> tuple[Engine, dict[str, int]]:
     """An engine, and its memory in bytes by name (see `LLM.memory_report`).
 
@@ -70,6 +82,8 @@ def build_engine(
         max_batch_size, max_seq_len, max_num_tokens: see `LLM`.
         source: of the executor in place of the torch one, which loads nothing then.
         make_ranks: starts the ranks, which load the model in place of `load`.
+        graphs: which steps are captured, None for none; those of the torch executor alone can be.
+        capture: called with (shapes captured, shapes in all).
 
     Raises:
         ValueError: a limit that makes no sense, or speculation that the model cannot do.
@@ -79,6 +93,8 @@ def build_engine(
     check_speculation(speculation, config)
     check_limits(config, max_batch_size, max_seq_len, max_num_tokens)
     stash = _stash_options(speculation, cache)
+    if source is not None or make_ranks is not None:
+        graphs = None
     ranks = make_ranks() if make_ranks is not None else None
     try:
         part, free = (config, None) if ranks is None else (ranks.config, ranks.free_memory)
@@ -95,6 +111,7 @@ def build_engine(
             source,
             vocab_size=config.vocab_size,
             free=free,
+            graphs=graphs,
         )
         limits = ExecutorLimits(
             max_batch_size=budget.num_slots,
@@ -123,15 +140,15 @@ def build_engine(
         if ranks is not None:
             ranks.close()
         raise
+    drafter = make_drafter(executor, speculation)
     engine = Engine(
         executor,
-        make_drafter(executor, speculation),
+        drafter,
+        make_sampler(config, executor.device, speculation),
         max_num_tokens,
         prefixes=make_prefix_cache(executor, cache),
         policy=make_policy(limits, speculation),
-        sampler=TreeSampler(
-            config.vocab_size, executor.device, AcceptanceRule(speculation.acceptance_rule)
-        ),
+        decoder=make_decoder(executor, drafter, speculation, graphs, capture),
         # Padding is for graphs and kernels; on a CPU it is work for nothing.
         buckets=Buckets(limits.max_batch_size, limits.max_nodes) if device.type != "cpu" else None,
     )
@@ -167,6 +184,68 @@ def make_drafter(executor: Executor, speculation: MTPDecodingConfig) -> Drafter:
         max_depth=speculation.max_depth,
         top_k=speculation.top_k,
     )
+
+
+def make_sampler(
+    config: ModelConfig, device: torch.device, speculation: MTPDecodingConfig
+) -> TreeSampler:
+    """Draws tokens by each request's settings, or by the law that stands in for the model's."""
+    rule = AcceptanceRule(speculation.acceptance_rule)
+    law = speculation.simulated_acceptance
+    if law is None:
+        return TreeSampler(config.vocab_size, device, rule)
+    return SimulatedSampler(config.vocab_size, device, rule, accept=accept_by_depth(law))
+
+
+def graph_options(
+    graphs: CudaGraphConfig, speculation: MTPDecodingConfig, max_batch_size: int
+) -> GraphOptions | None:
+    """What is captured; None where no batch size is left."""
+    batch = graphs.sizes(max_batch_size)
+    if not batch:
+        return None
+    static, auto = speculation.kind == "static", speculation.tree_policy == "auto"
+    most = speculation.max_nodes
+    nodes = (1, most) if static and not auto else Buckets(1, most).nodes
+    law = speculation.simulated_acceptance
+    return GraphOptions(
+        GraphSizes(batch, tuple(sorted(set(nodes))), graphs.enable_padding),
+        max_path=speculation.max_depth + 1,
+        topology=speculation.topology() if static else None,
+        accept=accept_greedily if law is None else accept_by_depth(law),
+        report_trees=auto,
+    )
+
+
+def make_decoder(
+    executor: Executor,
+    drafter: Drafter,
+    speculation: MTPDecodingConfig,
+    graphs: CudaGraphConfig | None,
+    capture: Callable[[int, int], None] | None = None,
+) -> DeviceDecoder | None:
+    """Captures the executor's steps; what decodes by them alone, None where nothing does.
+
+    Dynamic trees are grown on the host: their verification and commit are captured, no more.
+    """
+    if graphs is None or not isinstance(executor, TorchExecutor):
+        return None
+    options = graph_options(graphs, speculation, executor.limits.max_batch_size)
+    if options is None:
+        return None
+    weight, config = executor.model.model.embed_tokens.weight, executor.model.config
+    if config.is_moe and weight.is_cuda and not triton_ops.serves(weight):
+        warnings.warn(
+            f"steps are not captured as CUDA graphs: the experts in {weight.dtype} without Triton "
+            "are run one by one from the host",
+            stacklevel=2,
+        )
+        return None
+    made = executor.make_graphs(make_runner(executor.device), options)
+    made.capture_all(capture)
+    if speculation.kind == "dynamic":
+        return None
+    return DeviceDecoder(made, getattr(drafter, "cache", None))
 
 
 def make_prefix_cache(executor: Executor, cache: KvCacheConfig) -> PrefixCache | None:
@@ -219,6 +298,9 @@ def plan_sequence(
 ) -> MemoryPlan:
     """What a sequence of `max_seq_len` tokens takes."""
     draft_rows = 0
+    if speculation.kind == "static":
+        # The next drafts may begin before the host knows how far the last ones were accepted.
+        draft_rows = speculation.max_depth + 1 + draft_entries(speculation.topology())
     if speculation.kind == "dynamic":
         # Each level but the last runs its best top_k nodes through the module.
         draft_rows = speculation.top_k * (speculation.max_depth - 1)
@@ -250,6 +332,7 @@ def plan_memory(
     *,
     vocab_size: int | None = None,
     free: int | None = None,
+    graphs: CudaGraphConfig | None = None,
 ) -> MemoryBudget:
     """The memory that may be used, divided; nothing is allocated.
 
@@ -282,12 +365,15 @@ def plan_memory(
             tokens_per_block=cache.tokens_per_block,
         )
         weights, steps, logits = source.weights(largest), source.steps(largest), 0
+    fixed, per_row = 0, 0
+    if graphs is not None and device.type == "cuda":
+        fixed, per_row = _graph_bytes(config, dtype, speculation, graphs, max_batch_size)
     demand = Demand(
         plan=sizes,
         policy=speculation.state_commit,
         weights=weights,
-        graphs=steps,
-        graphs_per_row=logits,
+        graphs=steps + fixed,
+        graphs_per_row=logits + per_row,
         max_batch_size=max_batch_size,
         max_auto_batch=most,
         kv_tokens=cache.max_tokens,
@@ -306,6 +392,30 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
         p.numel() * (4 if name.endswith((".A_log", ".dt_bias")) else dtype.itemsize)
         for name, p in parameters.items()
     )
+
+
+def _graph_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    speculation: MTPDecodingConfig,
+    graphs: CudaGraphConfig,
+    max_batch_size: int | None,
+) -> tuple[int, int]:
+    """Estimate of what captured steps take: whatever the batch, and for each sequence.
+
+    The graphs themselves, their static buffers, and the logits that they have at once. Activations
+    lie in one pool, as those of a step do that is not captured (`_step_bytes`).
+    """
+    batch = max_batch_size or MAX_AUTO_BATCH
+    options = graph_options(graphs, speculation, batch)
+    if options is None:
+        return 0, 0
+    layers = len(config.layer_types) + speculation.max_depth * config.mtp_num_hidden_layers
+    shapes = len(options.sizes.batch) * len(options.sizes.nodes)
+    fixed = shapes * layers * GRAPH_LAYER_KERNELS * GRAPH_KERNEL_BYTES
+    fixed += 3 * HEAD_ROWS * config.vocab_size * 4
+    buffers = buffer_sizes(batch, config.hidden_size, options)
+    return fixed, -(-buffers.bytes(dtype.itemsize) // batch)
 
 
 def _step_bytes(config: ModelConfig, dtype: torch.dtype, max_num_tokens: int) -> int:

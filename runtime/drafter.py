@@ -111,6 +111,12 @@ class MtpCache:
             self.extend([slot])
             self._pending[slot] = pairs.part(-1, None)
 
+    def take(self, slot: int) -> tuple[list[int], Tensor]:
+        """Takes the pending pairs of a sequence out: tokens, and hidden states [n, hidden]."""
+        pairs = self._pending.pop(slot)
+        self.drop(slot)
+        return pairs.token_ids, pairs.hidden
+
     def drop(self, slot: int) -> None:
         self._length.pop(slot, None)
         self._pending.pop(slot, None)
@@ -240,6 +246,11 @@ class _MtpDrafter:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._cache = MtpCache(executor)
+
+    @property
+    def cache(self) -> MtpCache:
+        """The module's cache: what each sequence has entered."""
+        return self._cache
 
     def observe(self, slot: int, token_ids: Sequence[int], hidden: Tensor) -> None:
         self._cache.add(slot, token_ids, hidden)

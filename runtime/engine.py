@@ -13,10 +13,11 @@ from trtllm_treewy.batch import PrefillBatch, TreeBatch
 from trtllm_treewy.draft_tree import DraftTree, fit_to_budget, to_tree_batch
 
 from .buckets import Buckets
+from .decision import NOT_FINITE, Decision, Sampler
+from .device_decoder import DecodedRow, DeviceDecoder
 from .drafter import Drafter, DraftRoot
 from .errors import EngineDeadError
 from .executor import Executor, StepOutput
-from .greedy import NOT_FINITE, Decision, GreedySampler, Sampler
 from .prefix_cache import PrefixCache
 from .request import Request
 from .scheduler import Admission, PrefillChunk, Scheduler, split_budget
@@ -33,11 +34,12 @@ class Engine:
     Args:
         executor: the device work.
         drafter: proposes trees.
+        sampler: has trees proposed by the drafter, and accepts tokens.
         max_num_tokens: tokens of a step: tree nodes and prompt tokens together.
         prefixes: the prefix cache, None without one.
         policy: limits the trees of each step.
-        sampler: proposes by the drafter and accepts tokens; greedy unless given.
         buckets: shapes that steps are padded to, None for no padding.
+        decoder: runs the steps of requests that need the host for nothing, None for none.
         clock: seconds, for statistics and for the policy.
 
     Attributes:
@@ -48,12 +50,13 @@ class Engine:
         self,
         executor: Executor,
         drafter: Drafter,
+        sampler: Sampler,
         max_num_tokens: int,
         *,
         prefixes: PrefixCache | None = None,
         policy: TreePolicy | None = None,
-        sampler: Sampler | None = None,
         buckets: Buckets | None = None,
+        decoder: DeviceDecoder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         limits = executor.limits
@@ -72,8 +75,11 @@ class Engine:
         self._max_num_tokens = max_num_tokens
         self._prefixes = prefixes
         self._policy = policy or FullTrees()
-        self._sampler = sampler or GreedySampler()
+        self._sampler = sampler
         self._buckets = buckets
+        self._decoder = decoder
+        # Requests of a step that the device is at, and of which the host has not heard.
+        self._under_way: list[Request] = []
         self._clock = clock
         self._memory = SequenceMemory(executor, prefixes, self.stats)
         self._scheduler = Scheduler(limits.max_batch_size, self._memory, self._free)
@@ -142,7 +148,7 @@ class Engine:
         try:
             self._step()
         except BaseException:
-            self._executor.discard()
+            self._discard()
             self._executor.pages.recount()
             self._count_ends(self._scheduler.cancel_all())
             self.drop_prefixes()
@@ -153,26 +159,47 @@ class Engine:
         self._refresh_stats()
 
     def _step(self) -> None:
+        """Goes on where nothing has changed, or else hears of the last step and plans a new one."""
+        if self._go_on():
+            self._finish()
+            return
+        self._hear()
+        self._finish()
         for request in self._scheduler.make_room():
             request.num_preemptions += 1
             self.stats.preemptions += 1
         for admission in self._scheduler.admit():
             self._start(admission)
-        decoding = self._scheduler.decoding
-        started = self._clock()
-        trees = self._propose(decoding)
-        decoding = [r for r in decoding if r.request_id in trees]
-        nodes, prompt_tokens = split_budget(
-            self._max_num_tokens,
-            [trees[r.request_id].num_nodes for r in decoding],
-            self._scheduler.prompt_tokens(),
-        )
-        fitted = self._fit([trees[r.request_id] for r in decoding], nodes)
-        self._decode(decoding, fitted, started)
+        prompt_tokens = self._decode_all(self._scheduler.decoding)
         chunks = self._scheduler.schedule_prefill(prompt_tokens)
         for group in _batches(chunks, lambda chunk: chunk.request):
             self._guard([chunk.request for chunk in group], partial(self._prefill, group))
         self._finish()
+
+    def _decode_all(self, decoding: Sequence[Request]) -> int:
+        """A tree for every request; returns the prompt tokens that the step has left."""
+        started = self._clock()
+        limit = self._policy.limit(len(decoding)) if decoding else None
+        launched, hosted = self._launch(decoding, limit)
+        if launched and not hosted and self._may_go_on and not self._scheduler.prompt_tokens():
+            self._under_way = launched
+            return 0
+        paths: dict[int, list[int]] = {}
+        # The device drafts the next trees while the host takes these up.
+        verified = self._collect(launched, paths)
+        trees = self._propose(hosted, limit)
+        hosted = [r for r in hosted if r.request_id in trees]
+        own = sum(self._decoder.nodes(r, limit) for r in launched) if self._decoder else 0
+        nodes, prompt_tokens = split_budget(
+            self._max_num_tokens - own,
+            [trees[r.request_id].num_nodes for r in hosted],
+            self._scheduler.prompt_tokens(),
+        )
+        fitted = self._fit([trees[r.request_id] for r in hosted], nodes)
+        self._decode(hosted, fitted, paths)
+        verified += zip(hosted, fitted, strict=True)
+        self._report(verified, paths, started)
+        return prompt_tokens
 
     def _finish(self) -> None:
         ended = [r for r in self._scheduler.admitted if r.finished]
@@ -200,7 +227,7 @@ class Engine:
         except EngineDeadError:
             raise  # no batch would run
         except Exception as error:
-            self._executor.discard()
+            self._discard()
             self.stats.executor_faults += 1
             going = [r for r in requests if not r.finished]
             if len(requests) == 1:
@@ -213,8 +240,16 @@ class Engine:
             return False
         return True
 
+    def _discard(self) -> None:
+        self._under_way = []
+        self._executor.discard()
+        if self._decoder is not None:
+            self._decoder.discard()
+
     def _free(self, slot: int) -> None:
         self._drafter.forget(slot)
+        if self._decoder is not None:
+            self._decoder.forget(slot)
         self._executor.free(slot)
         self._memory.release(slot)
 
@@ -277,12 +312,123 @@ class Engine:
             else:
                 self._append(requests[row], [token])
 
+    # ------------------------------------------------------------------------- on the device
+
+    @property
+    def _may_go_on(self) -> bool:
+        """Whether a step's shape may be known before the last one's outcome."""
+        return self._decoder is not None and isinstance(self._policy, FullTrees)
+
+    def _go_on(self) -> bool:
+        """Starts the next step of the sequences under way, then hears of the last one.
+
+        So the device never waits for the host. A sequence that turns out to have ended is in one
+        step more, which nobody hears of.
+
+        Returns:
+            False, with nothing started, where anything else is to be done first.
+        """
+        requests, decoder = self._under_way, self._decoder
+        if not requests or decoder is None or self._scheduler.decoding != requests:
+            return False
+        if self._scheduler.prompt_tokens():
+            return False
+        admissions = self._scheduler.admit()
+        for admission in admissions:
+            self._start(admission)
+        if admissions or not all(self._reaches_on(r, decoder.depth + 1) for r in requests):
+            return False
+        if self._guard(requests, decoder.launch_again):
+            self.stats.graph_steps += 1
+            self._collect(requests, {})
+            self._under_way = requests
+        return True
+
+    def _reaches_on(self, request: Request, path: int) -> bool:
+        """Whether a request has room for a step behind one that accepts `path` nodes."""
+        save = self._memory.next_save(request)
+        if save is not None and save - request.num_computed <= 2 * path:
+            return False
+        return self._memory.try_grow(request, path)
+
+    def _hear(self) -> None:
+        """Takes up the step that is under way, if there is one."""
+        requests, self._under_way = self._under_way, []
+        self._collect(requests, {})
+
+    def _launch(
+        self, decoding: Sequence[Request], limit: int | None
+    ) -> tuple[list[Request], list[Request]]:
+        """Starts a step of those that need the host for nothing; returns them, and the others."""
+        decoder = self._decoder
+        if decoder is None:
+            return [], [*decoding]
+        mine = [r for r in decoding if self._needs_no_host(r, decoder, limit)]
+        known = {r.request_id for r in mine}
+        others = [r for r in decoding if r.request_id not in known]
+        if mine and not self._has_room(mine, others, decoder, limit):
+            self.stats.graph_misses += 1
+            mine, others = [], [*decoding]
+        for request in others:
+            decoder.release(request)
+        if not mine:
+            return [], others
+        if not self._guard(mine, partial(decoder.launch, mine, limit)):
+            return [], others
+        self.stats.graph_steps += 1
+        return mine, others
+
+    def _needs_no_host(self, request: Request, decoder: DeviceDecoder, limit: int | None) -> bool:
+        if request.isolated or not self._sampler.is_plain(request):
+            return False
+        # Where the state is to be saved soon, the tree must end there.
+        save = self._memory.next_save(request)
+        return save is None or save - request.num_computed > decoder.depth + 1
+
+    def _has_room(
+        self,
+        mine: Sequence[Request],
+        others: Sequence[Request],
+        decoder: DeviceDecoder,
+        limit: int | None,
+    ) -> bool:
+        """Whether the trees are captured, and fit into the step's tokens as they are."""
+        counts = [decoder.nodes(request, limit) for request in mine]
+        if not decoder.fits(len(mine), max(counts)):
+            return False
+        counts += [self._executor.limits.max_nodes] * len(others)
+        prompts = self._scheduler.prompt_tokens()
+        return split_budget(self._max_num_tokens, counts, prompts)[0] >= sum(counts)
+
+    def _collect(
+        self, requests: Sequence[Request], paths: dict[int, list[int]]
+    ) -> list[tuple[Request, DraftTree | None]]:
+        """Takes up what a launched step brought."""
+        decoder = self._decoder
+        if decoder is None or not requests:
+            return []
+        rows: list[DecodedRow] = []
+        if not self._guard(requests, lambda: rows.extend(decoder.results(requests))):
+            return [(request, None) for request in requests]
+        for request, row in zip(requests, rows, strict=True):
+            if request.finished:
+                continue  # meanwhile, or before a step that was started all the same
+            paths[request.request_id] = row.path
+            if row.faulty:
+                self._fail(request, NOT_FINITE)
+                continue
+            request.num_computed += len(row.path)
+            taken = self._append(request, row.token_ids)
+            request.stats.record(row.num_nodes - 1, taken - 1)
+            depth = decoder.depth if row.tree is None else row.tree.depth
+            self.stats.record_tree(row.num_nodes - 1, depth * (row.num_nodes > 1), taken - 1)
+        return [(request, row.tree) for request, row in zip(requests, rows, strict=True)]
+
     # --------------------------------------------------------------------------------- trees
 
-    def _propose(self, decoding: Sequence[Request]) -> dict[int, DraftTree]:
+    def _propose(self, decoding: Sequence[Request], limit: int | None) -> dict[int, DraftTree]:
         """A tree for every request, by its id; those whose drafter failed have none."""
         trees: dict[int, DraftTree] = {}
-        limit = self._policy.limit(len(decoding)) if decoding else None
         for request in decoding:
             if not request.speculation or limit == 1:
                 trees[request.request_id] = DraftTree.root_only(request.output_token_ids[-1])
@@ -315,27 +461,37 @@ class Engine:
         return fitted
 
     def _decode(
-        self, requests: Sequence[Request], trees: Sequence[DraftTree], started: float
+        self,
+        requests: Sequence[Request],
+        trees: Sequence[DraftTree],
+        paths: dict[int, list[int]],
     ) -> None:
-        paths: dict[int, list[int]] = {}
-        rows = list(zip(requests, trees, strict=True))
-        for group in _batches(rows, lambda row: row[0]):
+        for group in _batches(list(zip(requests, trees, strict=True)), lambda row: row[0]):
             members = [request for request, _ in group]
             drafts = [tree for _, tree in group]
             if self._guard(members, partial(self._verify, members, drafts, paths)):
                 # Only a verified step clears a request: its prompt may run and its trees fail.
                 for request in members:
                     request.isolated = False
-        if len(paths) == len(rows) and rows:
-            drafting = [(r, tree) for r, tree in rows if r.speculation]
-            self._policy.observe(
-                StepReport(
-                    rows=len(rows),
-                    seconds=self._clock() - started,
-                    trees=[tree for _, tree in drafting],
-                    paths=[paths[r.request_id] for r, _ in drafting],
-                )
+
+    def _report(
+        self,
+        rows: Sequence[tuple[Request, DraftTree | None]],
+        paths: dict[int, list[int]],
+        started: float,
+    ) -> None:
+        """Tells the policy of a step that went well, in all of its rows."""
+        if not rows or len(paths) < len(rows):
+            return
+        drafting = [(r, tree) for r, tree in rows if r.speculation and tree is not None]
+        self._policy.observe(
+            StepReport(
+                rows=len(rows),
+                seconds=self._clock() - started,
+                trees=[tree for _, tree in drafting],
+                paths=[paths[r.request_id] for r, _ in drafting],
             )
+        )
 
     def _verify(
         self,

@@ -6,22 +6,15 @@ import torch
 from torch import Tensor
 
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
-from trtllm_treewy.model import AttentionStep, Qwen3_5ForCausalLM
+from trtllm_treewy.model import Qwen3_5ForCausalLM
 
 from .acceptance import Acceptance
 from .commit_policy import PSEUDO_VALUES
+from .cuda_graphs import GraphRunner
+from .decode_graphs import DecodeGraphs, GraphOptions
 from .executor import ExecutorLimits, StepOutput
 from .sequence_pools import SequencePools
-
-
-class _LayersFrom:
-    """An attention step whose layer 0 is a later layer of the cache (the MTP module's)."""
-
-    def __init__(self, step: AttentionStep, first: int) -> None:
-        self._step, self._first = step, first
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self._step.attend(self._first + layer, q, k, v, scale)
+from .static_drafts import LayersFrom
 
 
 class TorchExecutor(SequencePools):
@@ -55,6 +48,13 @@ class TorchExecutor(SequencePools):
         )
         # The MTP module's layers follow the model's in one cache: one block table serves both.
         self._first_mtp_layer = len(model.config.attention_layers)
+        self.graphs: DecodeGraphs | None = None
+        self._by_graph = False
+
+    def make_graphs(self, runner: GraphRunner, options: GraphOptions) -> DecodeGraphs:
+        """Static buffers for captured steps, which `verify` and `commit` use from then on."""
+        self.graphs = DecodeGraphs(self.model, self, self._first_mtp_layer, runner, options)
+        return self.graphs
 
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch) -> StepOutput:
@@ -69,16 +69,22 @@ class TorchExecutor(SequencePools):
 
     @torch.inference_mode()
     def verify(self, tree: TreeBatch) -> StepOutput:
-        hidden = self.model(
-            tree.token_ids,
-            tree.positions,
-            self.state.verify(tree),
-            self.kv_cache.verify(tree),
-        )
+        hidden = self.graphs.verify(tree) if self.graphs is not None else None
+        self._by_graph = hidden is not None
+        if hidden is None:
+            hidden = self.model(
+                tree.token_ids,
+                tree.positions,
+                self.state.verify(tree),
+                self.kv_cache.verify(tree),
+            )
         return StepOutput(self.model.logits(hidden), hidden)
 
     @torch.inference_mode()
     def commit(self, tree: TreeBatch, acceptance: Acceptance) -> None:
+        if self.graphs is not None and self._by_graph:
+            self.graphs.commit(tree, acceptance)
+            return
         self.state.commit(acceptance.accepted)
         self.kv_cache.compact(tree.slot, acceptance.path, tree.context_lens)
 
@@ -87,7 +93,7 @@ class TorchExecutor(SequencePools):
 
     @torch.inference_mode()
     def draft_extend(self, batch: PrefillBatch, hidden: Tensor) -> StepOutput:
-        attention = _LayersFrom(self.kv_cache.prefill(batch), self._first_mtp_layer)
+        attention = LayersFrom(self.kv_cache.prefill(batch), self._first_mtp_layer)
         out = self.model.draft(batch.token_ids, hidden, batch.positions, attention)
         last = out[batch.cu_seqlens[1:].long() - 1]
         return StepOutput(self.model.logits(last), last)
@@ -103,6 +109,6 @@ class TorchExecutor(SequencePools):
         mask: Tensor,
     ) -> StepOutput:
         step = self.kv_cache.step(slot, write_offsets, mask)
-        attention = _LayersFrom(step, self._first_mtp_layer)
+        attention = LayersFrom(step, self._first_mtp_layer)
         out = self.model.draft(token_ids, hidden, positions, attention)
         return StepOutput(self.model.logits(out), out)

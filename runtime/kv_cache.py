@@ -6,6 +6,9 @@ that gathered rows go into the products without another copy. The extra last blo
 writes that must not happen (padding) go there, and rows that do not exist are read from there
 and masked, which keeps every step free of host synchronisation.
 
+The host keeps the block tables; changed rows go to the device together, when it is next asked for
+them, and in one copy that it does not wait for.
+
 What a query may not attend never reaches it, not even as 0 * NaN: scores are selected away and
 rows with non-finite values are cleared before the products. A query that does attend a row with a
 non-finite value gets NaN, so that a fault stays visible.
@@ -19,7 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trtllm_treewy.batch import PrefillBatch, TreeBatch
+from trtllm_treewy import triton_ops
+from trtllm_treewy.batch import PrefillBatch, TreeBatch, upload
+from trtllm_treewy.model import AttentionStep
 from trtllm_treewy.topology import valid_nodes
 
 
@@ -38,7 +43,6 @@ class KvCache:
 
     Attributes:
         k, v: the pools, `[layers, kv_heads, rows, head_dim]`.
-        block_table: int64 `[num_slots, blocks a sequence]` on the device, the sink where unused.
     """
 
     def __init__(
@@ -73,14 +77,35 @@ class KvCache:
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         width = -(-max_seq_len // block_size)
-        self.block_table = torch.full(
-            (num_slots, width), num_blocks, dtype=torch.int64, device=device
-        )
+        self._table = torch.full((num_slots, width), num_blocks, dtype=torch.int64)
+        self._table_device = self._table.to(device, copy=True)
+        # Rows of the table that the device has not got yet, and blocks that it has not cleared.
+        self._stale: set[int] = set()
+        self._fresh: list[int] = []
         self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
         self._free = list(range(num_blocks - 1, -1, -1))
         # Holders of each block: sequences, and the prefix cache.
         self._refs = [0] * num_blocks
         self._held: set[int] = set()
+
+    @property
+    def block_table(self) -> Tensor:
+        """int64 `[num_slots, blocks a sequence]` on the device, the sink where unused."""
+        self.flush()
+        return self._table_device
+
+    def flush(self) -> None:
+        """Brings the device's block table up to date, and clears blocks that were just taken."""
+        if self._stale:
+            rows = sorted(self._stale)
+            index = upload(torch.tensor(rows), self.k.device)
+            self._table_device[index] = upload(self._table[rows], self.k.device)
+            self._stale.clear()
+        if self._fresh:
+            ids = upload(torch.tensor(self._fresh), self.k.device)
+            self._fresh = []
+            for pool in (self.k, self.v):
+                self._by_block(pool).index_fill_(2, ids, 0)
 
     @property
     def free_blocks(self) -> int:
@@ -134,17 +159,17 @@ class KvCache:
         del self._free[-more:]
         for block in blocks:
             self._refs[block] = 1
-        ids = torch.tensor(blocks, device=self.k.device)
-        self.block_table[slot, held : held + more] = ids
-        for pool in (self.k, self.v):
-            self._by_block(pool)[:, :, ids] = 0
+        self._set_table(slot, held, blocks)
+        self._fresh += blocks
+        if self.k.device.type == "cpu":
+            self.flush()  # nothing is gained by waiting
         return True
 
     def free(self, slot: int) -> None:
         """Takes every block from `slot`, if any; those that nobody else holds are free again."""
         self._check_slot(slot)
-        self.block_table[slot] = self.num_blocks
         blocks, self._blocks[slot] = self._blocks[slot], []
+        self._set_table(slot, 0, [self.num_blocks] * self._table.shape[1])
         self._release(reversed(blocks))
 
     def try_share(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
@@ -166,13 +191,12 @@ class KvCache:
         self._blocks[slot] += shared
         for block in shared:
             self._refs[block] += 1
-        if shared:
-            ids = torch.tensor(shared, device=self.k.device)
-            self.block_table[slot, : len(shared)] = ids
+        self._set_table(slot, 0, shared)
         if not self.try_reserve(slot, max(num_tokens, len(blocks) * self.block_size)):
             self.free(slot)
             return False
         if blocks:
+            self.flush()  # the copy's own block is cleared before it is written, not after
             source, target = blocks[-1], self._blocks[slot][len(shared)]
             for pool in (self.k, self.v):
                 rows = self._by_block(pool)
@@ -212,30 +236,58 @@ class KvCache:
         self._refs = refs
         self._free = [block for block in range(self.num_blocks - 1, -1, -1) if not refs[block]]
 
+    def _set_table(self, slot: int, start: int, blocks: Sequence[int]) -> None:
+        if blocks:
+            self._table[slot, start : start + len(blocks)] = torch.tensor(blocks)
+            self._stale.add(slot)
+
     def _release(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._refs[block] -= 1
             if not self._refs[block]:
                 self._free.append(block)
 
-    def verify(self, tree: TreeBatch) -> TreeAttention:
+    def verify(self, tree: TreeBatch) -> AttentionStep:
         """Attention of a draft tree over its context and its own ancestors.
 
         Node t is written to the provisional row `context_len + t`; it attends the committed rows
-        and the rows of its ancestors and itself. Padded nodes write nothing and output zero.
+        and the rows of its ancestors and itself. Padded nodes write nothing; what they output is
+        of no use.
         """
-        nodes = tree.parents.shape[1]
-        index = torch.arange(nodes, device=tree.parents.device)
         real = valid_nodes(tree.parents, tree.num_nodes)
+        index = torch.arange(tree.parents.shape[1], device=tree.parents.device)
         offsets = torch.where(real, tree.context_lens.long()[:, None] + index, -1)
+        own = tree.ancestors & real[:, :, None]
+        return self.tree_step(tree.slot, tree.context_lens, own, offsets, tree.max_context)
 
-        rows = torch.arange(tree.max_context + nodes, device=offsets.device)
-        behind = rows - tree.context_lens.long()[:, None]  # [B, S], node index of a row
-        own = tree.ancestors.gather(2, behind.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1))
-        mask = (behind < 0)[:, None] | (own & ((behind >= 0) & (behind < nodes))[:, None])
-        return self.step(tree.slot, offsets, mask & real[:, :, None])
+    def tree_step(
+        self,
+        slot: Tensor,
+        context_lens: Tensor,
+        own: Tensor,
+        write_offsets: Tensor,
+        max_context: int,
+    ) -> AttentionStep:
+        """The step of a tree: all see the context, and behind it what `own` names.
 
-    def step(self, slot: Tensor, write_offsets: Tensor, mask: Tensor) -> TreeAttention:
+        Args:
+            slot, write_offsets: as for `step`.
+            context_lens: int32 [B], rows that every query of a sequence attends.
+            own: bool [B, Nq, E]: whether a query attends row `context_lens + e`. A query without
+                any is padding.
+            max_context: at least the largest of `context_lens`.
+        """
+        if triton_ops.serves(self.k):
+            self._check_writes(slot, write_offsets)
+            return PagedAttention(self, slot, context_lens, own, write_offsets)
+        _, queries, entries = own.shape
+        rows = torch.arange(max_context + entries, device=own.device)
+        behind = rows - context_lens.long()[:, None]  # [B, S], the entry at a row
+        seen = own.gather(2, behind.clamp(0, entries - 1)[:, None].expand(-1, queries, -1))
+        mask = (behind < 0)[:, None] | (seen & ((behind >= 0) & (behind < entries))[:, None])
+        return self.step(slot, write_offsets, mask & own.any(-1, keepdim=True))
+
+    def step(self, slot: Tensor, write_offsets: Tensor, mask: Tensor) -> AttentionStep:
         """The general step: write some rows, then attend under any mask.
 
         Args:
@@ -256,6 +308,9 @@ class KvCache:
                 f"{list(slot.shape)}, {list(write_offsets.shape)}, {list(mask.shape)}"
             )
         self._check_writes(slot, write_offsets)
+        if triton_ops.serves(self.k):
+            nothing = torch.zeros_like(slot, dtype=torch.int32)
+            return PagedAttention(self, slot, nothing, mask, write_offsets)
         rows = torch.arange(mask.shape[2], device=slot.device)
         read = self._physical(slot, rows.expand(batch, -1))
         allowed = mask & (read < self._sink)[:, None]
@@ -264,12 +319,10 @@ class KvCache:
     def prefill(self, batch: PrefillBatch) -> PrefillAttention:
         """Causal attention of prompt tokens, appended behind `context_lens` of each sequence.
 
-        Slots are read on the host.
-
         Raises:
             ValueError: for a slot out of range or rows that are not reserved.
         """
-        slots = batch.slot.tolist()
+        slots = batch.slots
         for slot, context, length in zip(
             slots, batch.context_lens_host, batch.seq_lens_host, strict=True
         ):
@@ -382,6 +435,43 @@ class TreeAttention:
         flat = pool.view(-1, dim)
         flat[self._write] = new.permute(2, 0, 1, 3).reshape(-1, dim).to(pool.dtype)
         return flat.index_select(0, self._read).view(heads, batch, -1, dim)
+
+
+class PagedAttention:
+    """Attention step that reads the pages in place, each sequence's own rows alone."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        slot: Tensor,
+        context_lens: Tensor,
+        own: Tensor,
+        write_offsets: Tensor,
+    ) -> None:
+        self._cache, self._table = cache, cache.block_table
+        self._slot, self._context = slot.int(), context_lens.int()
+        self._own = own.contiguous()
+        self._target = cache._physical(slot, write_offsets)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """As `TreeAttention.attend`, but products of 16-bit rows are 16-bit ones, summed wide."""
+        from trtllm_treewy.triton_ops import attention
+
+        cache = self._cache
+        attention.append_rows(k, v, cache.k[layer], cache.v[layer], self._target)
+        return attention.tree_attention(
+            q,
+            cache.k[layer],
+            cache.v[layer],
+            self._table,
+            self._slot,
+            self._context,
+            self._own,
+            scale,
+            page=cache.block_size,
+            num_blocks=cache.num_blocks,
+            max_rows=cache.max_seq_len,
+        )
 
 
 class PrefillAttention:

@@ -46,6 +46,8 @@ _COUNTERS = (
     ("recomputed_tokens", "treewy_recomputed_tokens", "Tokens computed again."),
     ("pruned_trees", "treewy_pruned_trees", "Draft trees cut to the step's token budget."),
     ("pruned_tokens", "treewy_pruned_tokens", "Drafts cut off."),
+    ("graph_steps", "treewy_graph_steps", "Decoding steps that ran as captured graphs."),
+    ("graph_misses", "treewy_graph_misses", "Decoding steps that were not captured, or pruned."),
     ("executor_faults", "treewy_executor_faults", "Errors raised by the executor in a step."),
     ("non_finite_logits", "treewy_non_finite_logits", "Requests ended by logits that are none."),
 )

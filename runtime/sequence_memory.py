@@ -82,14 +82,20 @@ class SequenceMemory:
             self._stats.prefix_hit_tokens += request.num_computed
         return prefix
 
-    def try_grow(self, request: Request) -> bool:
-        """Makes room for a tree behind what is computed; False if there is none."""
+    def try_grow(self, request: Request, ahead: int = 0) -> bool:
+        """Makes room for a tree behind what is computed; False if there is none.
+
+        Args:
+            request: with its slot.
+            ahead: tokens beyond, which a step that is under way may accept.
+        """
         slot = _slot(request)
-        needed = self.blocks_needed(request.num_computed)
+        num_tokens = min(request.num_computed + ahead, request.max_total_tokens)
+        needed = self.blocks_needed(num_tokens)
         held = len(self._executor.pages.blocks(slot))
         if held >= needed:
             return True
-        return self._fits(needed - held) and self._executor.try_extend(slot, request.num_computed)
+        return self._fits(needed - held) and self._executor.try_extend(slot, num_tokens)
 
     def release(self, slot: int) -> None:
         """Forgets what was planned for `slot`."""

@@ -153,12 +153,12 @@ class StateManager:
         self._used.discard(slot)
 
     def prefill(self, batch: PrefillBatch) -> PrefillGdnStep:
-        """Step that runs prompt tokens into the state; slots are read on the host.
+        """Step that runs prompt tokens into the state.
 
         Raises:
             ValueError: for a slot that is not allocated or whose tree is pending.
         """
-        slots = batch.slot.tolist()
+        slots = batch.slots
         self.check_allocated(slots)
         self._check_not_pending(slots, "prefill")
         self.policy.materialize(batch.slot)
@@ -212,6 +212,18 @@ class StateManager:
             step.conv_inputs,
         )
         self._pending = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a verified tree waits for its commit."""
+        return self._pending is not None
+
+    def resume(self, step: TreeGdnStep) -> None:
+        """Makes a step of `verify` the pending one again, which `discard` dropped.
+
+        A captured commit belongs to the captured verification of its shape, whichever ran last.
+        """
+        self._pending = step
 
     def discard(self) -> None:
         """Drops the pending tree, if there is one; every state stays as it is."""

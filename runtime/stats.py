@@ -26,6 +26,8 @@ class EngineStats:
         accepted_lengths: `accepted_lengths[n]` trees had n drafts accepted.
         accepted_per_depth, drafted_per_depth: `[d]` trees with an accepted draft, and with any
             draft, at depth d + 1.
+        graph_steps, graph_misses: steps whose decoding ran as captured graphs, and those in which
+            the shape was not captured, or trees had to be pruned, so that the host took part.
         executor_faults: errors raised by an executor or a drafter in a step.
         non_finite_logits: requests that failed by them.
         running, waiting: requests with and without a slot.
@@ -59,6 +61,8 @@ class EngineStats:
     accepted_lengths: list[int] = field(default_factory=list)
     accepted_per_depth: list[int] = field(default_factory=list)
     drafted_per_depth: list[int] = field(default_factory=list)
+    graph_steps: int = 0
+    graph_misses: int = 0
     executor_faults: int = 0
     non_finite_logits: int = 0
     running: int = 0

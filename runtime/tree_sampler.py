@@ -11,8 +11,8 @@ from torch import Tensor
 from trtllm_treewy.batch import TreeBatch
 from trtllm_treewy.draft_tree import DraftTree
 
+from .decision import Decision
 from .drafter import Drafter, DraftRoot
-from .greedy import Decision
 from .request import Request
 from .sampling import (
     FAULT_REASONS,
@@ -53,6 +53,13 @@ class TreeSampler:
     def check(self, request: Request) -> None:
         """Raises ValueError for settings that name tokens which the model does not have."""
         check_vocabulary(request.params, self._vocab_size)
+
+    def is_plain(self, request: Request) -> bool:
+        sequence, params = self._sequence(request), request.params
+        position = len(request.output_token_ids)
+        biased = any(position < until for _, _, until in sequence.biases)
+        changed = biased or sequence.penalised or params.embedding_bias is not None
+        return params.greedy and not changed and params.num_logprobs is None
 
     def propose(
         self,

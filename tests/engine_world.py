@@ -18,6 +18,7 @@ from trtllm_treewy.runtime.executor import ExecutorLimits
 from trtllm_treewy.runtime.executor_torch import TorchExecutor
 from trtllm_treewy.runtime.prefix_cache import PrefixCache
 from trtllm_treewy.runtime.request import Request
+from trtllm_treewy.runtime.tree_sampler import TreeSampler
 from trtllm_treewy.sampling_params import SamplingParams
 
 VOCAB = 61
@@ -86,7 +87,8 @@ def make_engine(executor, drafter=None, *, budget=64, interval=None, buckets=Fal
         )
     shapes = Buckets(limits.max_batch_size, limits.max_nodes) if buckets else None
     drafter = drafter or NullDrafter()
-    return Engine(executor, drafter, budget, prefixes=prefixes, buckets=shapes, **options)
+    sampler = options.pop("sampler", None) or TreeSampler(VOCAB, executor.device)
+    return Engine(executor, drafter, sampler, budget, prefixes=prefixes, buckets=shapes, **options)
 
 
 def make_request(number: int, prompt, max_tokens: int, **fields) -> Request:

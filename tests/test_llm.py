@@ -679,3 +679,73 @@ def test_logprobs_end_where_the_text_does(streaming, text_llm):
             assert found.token_ids == whole.token_ids[:count]
             check_logprobs(found, 1)
             assert [list(e) for e in found.logprobs] == [list(e) for e in whole.logprobs[:count]]
+
+
+# ------------------------------------------------------------------ several texts of a prompt
+
+
+SEVERAL = {"max_tokens": 12, "temperature": 0.9, "seed": 7, "ignore_eos": True}
+
+
+def separate(llm, prompt) -> list[str]:
+    return [
+        llm.generate(prompt, SamplingParams(**{**SEVERAL, "seed": 7 + i})).outputs[0].text
+        for i in range(3)
+    ]
+
+
+def test_n_texts_are_those_of_n_seeds(text_llm):
+    prompts = ["The error log", "Once upon"]
+    params = [SamplingParams(n=3, **SEVERAL), SamplingParams(max_tokens=5)]
+    first, second = text_llm.generate(prompts, params)
+    assert [text.index for text in first.outputs] == [0, 1, 2]
+    assert [text.text for text in first.outputs] == separate(text_llm, prompts[0])
+    assert len({text.text for text in first.outputs}) == 3
+    assert first.finished
+    assert first.speculation.num_steps > 0
+    assert len(second.outputs) == 1
+    unseeded = text_llm.generate(prompts[0], SamplingParams(n=2, max_tokens=12, temperature=1.5))
+    assert unseeded.outputs[0].text != unseeded.outputs[1].text
+
+
+def test_n_texts_are_streamed_as_one(text_llm):
+    params = SamplingParams(n=3, **SEVERAL)
+    want, pieces = separate(text_llm, "The error log"), ["", "", ""]
+    for output in text_llm.generate_async("The error log", params, streaming=True):
+        for text in output.outputs:
+            pieces[text.index] += text.text_diff
+    assert pieces == want
+    (whole,) = text_llm.generate_async("The error log", params)
+    assert [text.text for text in whole.outputs] == want
+
+    async def read():
+        pieces, last = ["", "", ""], None
+        async for last in text_llm.generate_async("The error log", params, streaming=True):
+            for text in last.outputs:
+                pieces[text.index] += text.text_diff
+        return pieces, last, await text_llm.generate_async("The error log", params)
+
+    pieces, last, whole = asyncio.run(read())
+    assert pieces == want
+    assert last.finished
+    assert [text.text for text in whole.outputs] == want
+
+
+def test_leaving_n_texts_ends_them_all(text_llm):
+    params = SamplingParams(n=3, **{**SEVERAL, "max_tokens": 200})
+
+    async def leave():
+        stream = text_llm.generate_async("The error log", params, streaming=True)
+        async for _ in stream:
+            break
+        stream.abort()
+        async for last in stream:
+            pass
+        return last
+
+    last = asyncio.run(leave())
+    assert {text.finish_reason for text in last.outputs} == {"cancelled"}
+    stream = text_llm.generate_async("The error log", params, streaming=True)
+    next(stream)
+    stream.abort()
+    assert {text.finish_reason for text in next(stream).outputs} == {"cancelled"}

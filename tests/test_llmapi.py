@@ -6,8 +6,10 @@ import pytest
 
 from trtllm_treewy.llmapi import (
     MAX_TREE_NODES,
+    CudaGraphConfig,
     KvCacheConfig,
     MTPDecodingConfig,
+    cuda_graph_config_from,
     kv_cache_config_from,
     speculation_config_from,
 )
@@ -221,7 +223,7 @@ def test_greedy_settings(settings):
         ({"temperature": -1.0}, "must be a number >= 0"),
         ({"temperature": float("nan")}, "must be a number >= 0"),
         ({"temperature": "0"}, "must be a number >= 0"),
-        ({"n": 2}, "n=2 is not supported"),
+        ({"n": 0}, "n must be an integer >= 1, got 0"),
         ({"best_of": 4}, "best_of=4 is not supported"),
         ({"use_beam_search": True}, "no beam search"),
         ({"logprobs": True}, "logprobs must be"),
@@ -297,3 +299,43 @@ def test_outputs_have_the_names_of_tensorrt_llm():
     assert output.outputs[0].length == 2
     assert (output.request_id, output.prompt, output.prompt_token_ids) == (7, "p", [1, 2])
     assert output.speculation is None
+
+
+def test_graph_sizes():
+    """Names and meaning are TensorRT-LLM's; what is larger than the engine is left out."""
+    assert CudaGraphConfig().sizes(5) == (1, 2, 4, 5)
+    assert CudaGraphConfig().sizes(1) == (1,)
+    assert CudaGraphConfig().sizes(64)[-3:] == (48, 56, 64)
+    assert CudaGraphConfig(max_batch_size=8).sizes(64) == (1, 2, 4, 8)
+    assert CudaGraphConfig(batch_sizes=[8, 1, 8, 32]).sizes(16) == (1, 8)
+    assert CudaGraphConfig(batch_sizes=(32,)).sizes(16) == ()
+    for most in range(1, 700, 13):
+        sizes = CudaGraphConfig().sizes(most)
+        assert list(sizes) == sorted(set(sizes))
+        assert sizes[-1] == most
+    assert cuda_graph_config_from(None) is None
+    assert cuda_graph_config_from({"enable_padding": False}) == CudaGraphConfig(
+        enable_padding=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_sizes": []}, "batch_sizes is empty"),
+        ({"batch_sizes": [0]}, "each of batch_sizes must be an integer >= 1"),
+        ({"batch_sizes": "12"}, "batch_sizes must be a list of integers"),
+        ({"max_batch_size": -1}, "max_batch_size must be an integer >= 0"),
+        ({"enable_padding": 1}, "enable_padding must be True or False"),
+        ({"max_batchsize": 1}, "did you mean 'max_batch_size'"),
+    ],
+)
+def test_refused_graph_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        cuda_graph_config_from(settings)
+
+
+@pytest.mark.parametrize("law", [[1.5], [-0.1], "11", [True], 0.5])
+def test_a_law_of_acceptance_holds_probabilities(law):
+    with pytest.raises(ValueError, match="simulated_acceptance must hold probabilities"):
+        MTPDecodingConfig(max_draft_len=2, simulated_acceptance=law)

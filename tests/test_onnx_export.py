@@ -32,6 +32,7 @@ from trtllm_treewy.runtime.acceptance import greedy_accept
 from trtllm_treewy.runtime.build import make_drafter
 from trtllm_treewy.runtime.engine import Engine
 from trtllm_treewy.runtime.request import Request
+from trtllm_treewy.runtime.tree_sampler import TreeSampler
 from trtllm_treewy.sampling_params import SamplingParams
 
 KINDS = {
@@ -165,7 +166,9 @@ def test_drafter(executors):
 
 
 def generate(executor, speculation, prompts, count):
-    engine = Engine(executor, make_drafter(executor, speculation_config_from(speculation)), 64)
+    drafter = make_drafter(executor, speculation_config_from(speculation))
+    config = executor.model.config if hasattr(executor, "model") else executor.config
+    engine = Engine(executor, drafter, TreeSampler(config.vocab_size, executor.device), 64)
     requests = [
         Request(i, tuple(p), SamplingParams(max_tokens=count, ignore_eos=True), frozenset())
         for i, p in enumerate(prompts)

@@ -444,6 +444,6 @@ def test_settings_that_cannot_be_carried_out_are_refused_when_added(model):
     from trtllm_treewy.runtime.request import Request
 
     engine = make_engine(make_executor(model))
-    with pytest.raises(ValueError, match="decodes greedily"):
-        engine.add(Request(0, (1,), SamplingParams(temperature=0.5)))
+    with pytest.raises(ValueError, match="logit_bias has token id 61, expected ids below"):
+        engine.add(Request(0, (1,), SamplingParams(logit_bias={61: 1.0})))
     assert not engine.has_work

@@ -12,6 +12,14 @@ from torch import Tensor
 from . import topology
 
 
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`, by a copy that waits for nothing."""
+    if device.type != "cuda":
+        return x.to(device)
+    # The allocator of pinned memory keeps it until the copy is done.
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class PrefillBatch:
     """Prompt tokens (or a chunk of them) of several sequences, packed without padding.
@@ -22,6 +30,7 @@ class PrefillBatch:
         slot: int32 [batch], the state slot of each sequence; -1 rows are skipped.
         context_lens: int32 [batch], tokens of the sequence that are in the caches already.
         seq_lens_host, context_lens_host: the same as Python ints, so that nothing synchronises.
+        slots_host: `slot` as Python ints, where they are known.
     """
 
     token_ids: Tensor
@@ -30,6 +39,7 @@ class PrefillBatch:
     context_lens: Tensor
     seq_lens_host: tuple[int, ...]
     context_lens_host: tuple[int, ...]
+    slots_host: tuple[int, ...] | None = None
 
     @classmethod
     def pack(
@@ -43,13 +53,19 @@ class PrefillBatch:
         """The batch of sequences given as Python ints, their tokens one after the other."""
         starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return cls(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-            cu_seqlens=starts.to(device),
-            slot=torch.tensor(slots, dtype=torch.int32, device=device),
-            context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+            token_ids=upload(torch.tensor(token_ids, dtype=torch.int64), device),
+            cu_seqlens=upload(starts, device),
+            slot=upload(torch.tensor(slots, dtype=torch.int32), device),
+            context_lens=upload(torch.tensor(contexts, dtype=torch.int32), device),
             seq_lens_host=tuple(lengths),
             context_lens_host=tuple(contexts),
+            slots_host=tuple(slots),
         )
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots on the host; waits for the device where they are not known there."""
+        return self.slot.tolist() if self.slots_host is None else list(self.slots_host)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -58,7 +74,7 @@ class PrefillBatch:
             torch.arange(context, context + length)
             for context, length in zip(self.context_lens_host, self.seq_lens_host, strict=True)
         ]
-        return torch.cat(spans).to(self.token_ids.device)
+        return upload(torch.cat(spans), self.token_ids.device)
 
 
 @dataclass(frozen=True)

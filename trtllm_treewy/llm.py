@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import threading
+import warnings
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
@@ -19,11 +20,15 @@ from .engine_config import ONNX, EngineConfig
 from .export.checkpoint import load_model, load_rank, resolve_dtype
 from .export.sharding import shard_config
 from .llmapi import (
+    CudaGraphConfig,
     KvCacheConfig,
     MTPDecodingConfig,
+    cuda_graph_config_from,
     kv_cache_config_from,
     speculation_config_from,
 )
+from .model import Qwen3_5ForCausalLM
+from .model.dummy import dummy_model
 from .outputs import CompletionOutput, RequestOutput
 from .runtime import async_engine
 from .runtime.build import build_engine
@@ -35,10 +40,12 @@ from .runtime.stats import EngineStats
 from .runtime.trtllm_engine import TrtllmEngine
 from .runtime.trtllm_engine import executor_maker as trtllm_executor_maker
 from .sampling_params import SamplingParams
+from .text_group import TextGroup, merge_streams
 from .tokenizer import end_token_ids, load_tokenizer
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
 DEFAULT_MAX_SEQ_LEN = 8192
+DEFAULT_GRAPHS = CudaGraphConfig()
 
 
 class LLM:
@@ -57,6 +64,10 @@ class LLM:
         speculative_config: `MTPDecodingConfig` or a dict of its fields; None decodes without
             drafts.
         kv_cache_config: `KvCacheConfig` or a dict of its fields.
+        cuda_graph_config: `CudaGraphConfig` or a dict of its fields: which decoding steps are
+            captured as CUDA graphs, on a GPU; None for none.
+        load_format: "auto" reads the checkpoint; "dummy" makes random weights on the device, so
+            that config.json is all that must be there. For measurements.
         max_batch_size: sequences decoded together; each holds a state slot. None takes as many of
             the longest length as memory allows.
         max_seq_len: tokens of a sequence, prompt and output; by default the smaller of the
@@ -88,6 +99,8 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         speculative_config: MTPDecodingConfig | Mapping[str, Any] | None = None,
         kv_cache_config: KvCacheConfig | Mapping[str, Any] | None = None,
+        cuda_graph_config: CudaGraphConfig | Mapping[str, Any] | None = DEFAULT_GRAPHS,
+        load_format: str = "auto",
         max_batch_size: int | None = 8,
         max_seq_len: int | None = None,
         max_num_tokens: int = 8192,
@@ -99,6 +112,15 @@ class LLM:
         _check_ranks(tensor_parallel_size)
         self.speculation = speculation_config_from(speculative_config)
         cache_config = kv_cache_config_from(kv_cache_config)
+        graphs = cuda_graph_config_from(cuda_graph_config)
+        if load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
+        if self.speculation.simulated_acceptance is not None:
+            warnings.warn(
+                f"acceptance is drawn from the law {self.speculation.simulated_acceptance} and "
+                "not from the model (simulated_acceptance): the texts mean nothing",
+                stacklevel=2,
+            )
         directory = Path(model)
         self.config = ModelConfig.from_pretrained(directory)
         self._end_ids = end_token_ids(directory, self.config)
@@ -132,9 +154,7 @@ class LLM:
             max_num_tokens = min(max_num_tokens, trtllm.max_num_tokens)
         self._engine, self._memory = build_engine(
             self.config,
-            lambda: load_model(
-                directory, self.config, dtype=dtype, device=self.device, progress=progress
-            ),
+            partial(_load, directory, self.config, dtype, self.device, progress, load_format),
             self.speculation,
             cache_config,
             dtype=resolve_dtype(dtype, self.config),
@@ -144,6 +164,7 @@ class LLM:
             max_num_tokens=max_num_tokens,
             source=source,
             make_ranks=make_ranks,
+            graphs=graphs if self.device.type == "cuda" else None,
         )
         self._lock = threading.RLock()
         self._handles: dict[int, _Handle] = {}
@@ -236,12 +257,13 @@ class LLM:
         prompts: Sequence[Any] = [inputs] if single else list(inputs)
         params = _params_for(prompts, sampling_params)
         with self._lock:
-            handles = self._submit(prompts, params)
+            groups = self._submit(prompts, params)
             try:
-                self._run(handles, use_tqdm)
+                self._run(groups, use_tqdm)
             finally:
-                self._release(handles)
-        outputs = [handle.output() for handle in handles]
+                for group in groups:
+                    self._release(group.texts)
+        outputs = [group.output() for group in groups]
         return outputs[0] if single else outputs
 
     def generate_async(
@@ -266,28 +288,33 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         with self._lock:
-            (handle,) = self._submit([inputs], [params])
-        return RequestStream(self, handle, streaming)
+            (group,) = self._submit([inputs], [params])
+        return RequestStream(self, group, streaming)
 
     def _submit(
         self, prompts: Sequence[PromptInput], params: Sequence[SamplingParams]
-    ) -> list[_Handle]:
-        """Checks every prompt first, then queues them all."""
+    ) -> list[TextGroup]:
+        """Checks every prompt first, then queues them all, each with its texts."""
         if self._closed:
             raise RuntimeError("this LLM was shut down")
-        handles = [self._make_handle(*pair) for pair in zip(prompts, params, strict=True)]
+        groups = []
+        for prompt, one in zip(prompts, params, strict=True):
+            if not isinstance(one, SamplingParams):
+                raise ValueError(
+                    f"sampling_params must be a SamplingParams, got {type(one).__name__}"
+                )
+            one.validate()
+            groups.append(TextGroup([self._make_handle(prompt, each) for each in one.copies()]))
+        handles: list[_Handle] = [handle for group in groups for handle in group.texts]
         for handle in handles:
             self._engine.check(handle.request)
         for handle in handles:
             self._engine.add(handle.request)
             self._handles[handle.request.request_id] = handle
-        return handles
+        return groups
 
     def _make_handle(self, prompt: PromptInput, params: SamplingParams) -> _Handle:
-        if not isinstance(params, SamplingParams):
-            raise ValueError(
-                f"sampling_params must be a SamplingParams, got {type(params).__name__}"
-            )
+        """A request for one text of a prompt."""
         params.validate()
         for token in {*params.stop_ids, *params.end_ids(self._end_ids)}:
             if token >= self.config.vocab_size:
@@ -338,14 +365,14 @@ class LLM:
                 )
         return text, tuple(int(token) for token in ids)
 
-    def _run(self, handles: Sequence[_Handle], use_tqdm: bool) -> None:
+    def _run(self, groups: Sequence[TextGroup], use_tqdm: bool) -> None:
         from tqdm import tqdm
 
-        with tqdm(total=len(handles), disable=not use_tqdm, unit="prompt") as bar:
-            while running := [handle for handle in handles if not handle.finished]:
-                bar.update(len(handles) - len(running) - bar.n)
+        with tqdm(total=len(groups), disable=not use_tqdm, unit="prompt") as bar:
+            while running := [group for group in groups if not group.finished]:
+                bar.update(len(groups) - len(running) - bar.n)
                 self._step()
-            bar.update(len(handles) - bar.n)
+            bar.update(len(groups) - bar.n)
 
     def _step(self) -> None:
         """One engine step, for every request there is, whoever waits for it."""
@@ -447,10 +474,11 @@ class RequestStream:
     gives the request's slot back.
     """
 
-    def __init__(self, llm: LLM, handle: _Handle, streaming: bool) -> None:
-        self._llm, self._handle, self._streaming = llm, handle, streaming
+    def __init__(self, llm: LLM, group: TextGroup, streaming: bool) -> None:
+        self._llm, self._group, self._streaming = llm, group, streaming
         self._done = False
-        self._adopted: async_engine.RequestStream | None = None
+        self._adopted: list[async_engine.RequestStream] = []
+        self._merged: AsyncIterator[RequestOutput] | None = None
 
     def __iter__(self) -> Iterator[RequestOutput]:
         return self
@@ -458,14 +486,14 @@ class RequestStream:
     def __next__(self) -> RequestOutput:
         if self._done:
             raise StopIteration
-        if self._adopted is not None:
+        if self._adopted:
             raise RuntimeError("this stream is read with `async for`; go on with it")
-        llm, handle = self._llm, self._handle
+        llm, group = self._llm, self._group
         with llm._lock:
-            while not (handle.finished or (self._streaming and handle.has_news)):
+            while not (group.finished or (self._streaming and group.has_news)):
                 llm._step()
-            self._done = handle.finished
-            return handle.output()
+            self._done = group.finished
+            return group.output()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
@@ -473,9 +501,14 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._done:
             raise StopAsyncIteration
-        if self._adopted is None:
-            self._adopted = self._llm._adopt(self._handle, self._streaming)
-        output = await anext(self._adopted)
+        if self._merged is None:
+            texts, streaming = self._group.texts, self._streaming
+            self._adopted = [self._llm._adopt(handle, streaming) for handle in texts]
+            one = len(self._adopted) == 1
+            self._merged = self._adopted[0] if one else merge_streams(self._adopted)
+        output = await anext(self._merged)
+        while not (self._streaming or output.finished):
+            output = await anext(self._merged)  # the others of its texts
         self._done = output.finished
         return output
 
@@ -487,22 +520,22 @@ class RequestStream:
         output = None
         async for output in self:
             pass
-        return output if output is not None else self._handle.output()
+        return output if output is not None else self._group.output()
 
     def result(self) -> RequestOutput:
         """Waits for the end and returns the whole output."""
         output = None
         for output in self:
             pass
-        return output if output is not None else self._handle.output()
+        return output if output is not None else self._group.output()
 
     def abort(self) -> None:
         """Ends the request where it stands; the next output says "cancelled"."""
-        if self._adopted is not None:
-            self._adopted.abort()
-            return
-        with self._llm._lock:
-            self._llm._release([self._handle])
+        for stream in self._adopted:
+            stream.abort()
+        if not self._adopted:
+            with self._llm._lock:
+                self._llm._release(self._group.texts)
 
     close = abort
 
@@ -520,7 +553,6 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "moe_tensor_parallel_size": (None, 1),
     "enable_attention_dp": (False,),
     "disable_overlap_scheduler": (True,),
-    "cuda_graph_config": (None,),
     "enable_chunked_prefill": (True,),
     "max_beam_width": (None, 1),
     "max_input_len": (None,),
@@ -547,6 +579,20 @@ def _check_ranks(size: Any) -> None:
     """Raises ValueError unless `size` is a number of ranks."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"tensor_parallel_size must be an integer >= 1, got {size!r}")
+
+
+def _load(
+    directory: Path,
+    config: ModelConfig,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None,
+    load_format: str,
+) -> Qwen3_5ForCausalLM:
+    """The model with its weights, or with random ones."""
+    if load_format == "dummy":
+        return dummy_model(config, dtype=resolve_dtype(dtype, config), device=device)
+    return load_model(directory, config, dtype=dtype, device=device, progress=progress)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -76,6 +76,9 @@ class MTPDecodingConfig:
             node and value head, written by verification), "inputs" (nothing but what the
             projections write; the accepted path is computed again), or "auto": the faster one,
             which so far is pseudo-values.
+        simulated_acceptance: draw acceptance from a law instead of the model: entry d is the
+            probability that a draft at depth d + 1 is accepted where its parent is. For measuring
+            speed without trained weights; the texts mean nothing, and a warning says so.
         stash_dtype: type of the pseudo-values where they are kept: "float32", or "bfloat16" beside
             a bfloat16 state for half of their memory at up to two fifths more rounding error.
 
@@ -96,6 +99,7 @@ class MTPDecodingConfig:
     deferred_history: int = 16
     stash: StashKind = "auto"
     stash_dtype: Literal["float32", "bfloat16"] = "float32"
+    simulated_acceptance: tuple[float, ...] | None = None
 
     # Settings of TensorRT-LLM's class that this version refuses unless they ask for nothing.
     use_relaxed_acceptance_for_thinking: bool = False
@@ -114,6 +118,7 @@ class MTPDecodingConfig:
         self._check_refused()
         self._check_policy()
         self._check_commit()
+        self._check_law()
         self._check_bounds()
         self._check_one_shape()
         if self.use_dynamic_tree:
@@ -253,6 +258,21 @@ class MTPDecodingConfig:
                 f"MTPDecodingConfig: stash='inputs' needs state_commit='reconstruct', got "
                 f"{self.state_commit!r}: the other policies keep more than one step's inputs"
             )
+
+    def _check_law(self) -> None:
+        law = self.simulated_acceptance
+        if law is None:
+            return
+        ok = isinstance(law, Iterable) and not isinstance(law, (str, bytes))
+        values = tuple(law) if ok else ()
+        if not ok or not all(
+            isinstance(p, (int, float)) and not isinstance(p, bool) and 0 <= p <= 1 for p in values
+        ):
+            raise ValueError(
+                "MTPDecodingConfig: simulated_acceptance must hold probabilities in [0, 1], got "
+                f"{law!r}"
+            )
+        object.__setattr__(self, "simulated_acceptance", tuple(float(p) for p in values))
 
     def _check_bounds(self) -> None:
         limit = MAX_TREE_NODES - 1
@@ -402,6 +422,58 @@ class KvCacheConfig:
         return "bfloat16" if self.mamba_ssm_cache_dtype == "bfloat16" else "float32"
 
 
+@dataclass(frozen=True, kw_only=True)
+class CudaGraphConfig:
+    """Which decoding steps are captured as CUDA graphs; it has no effect where there is no GPU.
+
+    A step is captured for a number of sequences and a number of nodes, and replayed over any trees
+    of that shape. Those of the drafter's own trees are captured when the engine starts, others when
+    they are first met. Steps that are not captured run all the same, and are counted.
+
+    Attributes:
+        batch_sizes: numbers of sequences; by default 1, 2, 4 and then ever wider steps.
+        max_batch_size: the largest of them, at most the engine's `max_batch_size`, which it is
+            where this is 0.
+        enable_padding: fill smaller batches up to the next size, instead of running them
+            uncaptured.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    batch_sizes: tuple[int, ...] | None = None
+    max_batch_size: int = 0
+    enable_padding: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks everything."""
+        owner = "CudaGraphConfig"
+        _check_int("max_batch_size", self.max_batch_size, 0, owner=owner)
+        if not isinstance(self.enable_padding, bool):
+            raise ValueError(
+                f"{owner}: enable_padding must be True or False, got {self.enable_padding!r}"
+            )
+        if self.batch_sizes is None:
+            return
+        sizes = _int_tuple("batch_sizes", self.batch_sizes, owner)
+        if not sizes:
+            raise ValueError(
+                f"{owner}: batch_sizes is empty; leave it out, or set cuda_graph_config=None"
+            )
+        for size in sizes:
+            _check_int("each of batch_sizes", size, 1, owner=owner)
+        object.__setattr__(self, "batch_sizes", tuple(sorted(set(sizes))))
+
+    def sizes(self, max_batch_size: int) -> tuple[int, ...]:
+        """The batch sizes for an engine of so many sequences, ascending; may be empty."""
+        most = min(self.max_batch_size or max_batch_size, max_batch_size)
+        if self.batch_sizes is not None:
+            return tuple(size for size in self.batch_sizes if size <= most)
+        steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)]
+        steps += range(256, most, 64)
+        return (*(size for size in steps if size < most), most)
+
+
 def speculation_config_from(
     obj: MTPDecodingConfig | Mapping[str, Any] | None,
 ) -> MTPDecodingConfig:
@@ -444,7 +516,22 @@ def kv_cache_config_from(obj: KvCacheConfig | Mapping[str, Any] | None) -> KvCac
     )
 
 
-_Config = TypeVar("_Config", MTPDecodingConfig, KvCacheConfig)
+def cuda_graph_config_from(
+    obj: CudaGraphConfig | Mapping[str, Any] | None,
+) -> CudaGraphConfig | None:
+    """What `LLM(cuda_graph_config=...)` accepts, as the class; None means no graphs.
+
+    Raises:
+        ValueError: an unknown key or a bad value.
+    """
+    if obj is None or isinstance(obj, CudaGraphConfig):
+        return obj
+    return _construct(
+        CudaGraphConfig, "cuda_graph_config", _mapping(obj, "cuda_graph_config", CudaGraphConfig)
+    )
+
+
+_Config = TypeVar("_Config", MTPDecodingConfig, KvCacheConfig, CudaGraphConfig)
 
 
 def _mapping(obj: object, what: str, cls: type) -> dict[str, Any]:
@@ -518,13 +605,15 @@ def _widest(parents: tuple[int, ...]) -> int:
     return max(Counter(parents[1:]).values(), default=0)
 
 
-def _int_tuple(name: str, values: Iterable[Any]) -> tuple[int, ...]:
+def _int_tuple(
+    name: str, values: Iterable[Any], owner: str = "MTPDecodingConfig"
+) -> tuple[int, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise ValueError(f"MTPDecodingConfig: {name} must be a list of integers, got {values!r}")
+        raise ValueError(f"{owner}: {name} must be a list of integers, got {values!r}")
     result = tuple(values)
     for value in result:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"MTPDecodingConfig: {name} must hold integers, got {value!r}")
+            raise ValueError(f"{owner}: {name} must hold integers, got {value!r}")
     return result
 
 

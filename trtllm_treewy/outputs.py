@@ -85,7 +85,7 @@ class CompletionOutput:
     """One generated text.
 
     Attributes:
-        index: number of the text among those of the request; 0 in this version.
+        index: number of the text among those of the request.
         text: everything generated so far, without the prompt.
         token_ids: the same as token ids, the end or stop token included.
         finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens
@@ -121,7 +121,7 @@ class RequestOutput:
         request_id: unique number of the request within its `LLM`.
         prompt: the prompt text; None if token ids were given.
         prompt_token_ids: the prompt as token ids.
-        outputs: the generated texts; one in this version.
+        outputs: the generated texts, `SamplingParams.n` of them.
         finished: whether the request has ended.
         speculation: acceptance statistics; None when the request ran without drafts.
         error: what went wrong with this request alone, where its finish reason is "error".

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from typing import Any
 
 # Settings of TensorRT-LLM that this version knows but does not carry out: the values that ask for
 # nothing and are therefore accepted, and what any other value would have asked for.
 _NOT_IN_THIS_VERSION: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "one sequence per prompt only"),
-    "best_of": ((None, 1), "one sequence per prompt only"),
+    "best_of": ((None, 1), "n texts of each prompt, and no choice among more"),
     "use_beam_search": ((False,), "no beam search"),
     "top_p_min": ((None,), "top_p stays as it is"),
     "top_p_reset_ids": ((None,), "top_p stays as it is"),
@@ -65,6 +64,8 @@ class SamplingParams:
         top_k: tokens to keep, 1 is greedy, 0 keeps all.
         top_p: in [0, 1], 0 is greedy, 1 keeps all. Decoding is greedy too where temperature, top_k
             and top_p are all left out; where one of them means greedy, the others have no effect.
+        n: texts of each prompt. Text i has the seed `seed + i`, so that they differ and yet are
+            repeated by the same seed; greedy ones are all the same.
         min_p: in [0, 1]; keeps tokens at least this times as likely as the most likely one.
         seed: in [0, 2^64). One seed gives one text, whatever else is in the batch; None takes a
             fresh one for every request.
@@ -156,6 +157,7 @@ class SamplingParams:
             ValueError: naming the field, what was expected and what came.
         """
         _check_int("max_tokens", self.max_tokens, minimum=1)
+        _check_int("n", self.n, minimum=1)
         for name in ("min_tokens", "end_id", "pad_id", "seed", "top_k", "prompt_ignore_length"):
             value = getattr(self, name)
             if value is not None:
@@ -234,6 +236,13 @@ class SamplingParams:
                 "SamplingParams: logprobs_mode must be 'raw' or 'processed', got "
                 f"{self.logprobs_mode!r}"
             )
+
+    def copies(self) -> list[SamplingParams]:
+        """The settings of each of the `n` texts."""
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
     @property
     def greedy(self) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import triton_ops
 from ..config import ModelConfig
 from .norm import compute_dtype
 
@@ -20,7 +21,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if triton_ops.serves(gate):
+            from ..triton_ops.elementwise import silu_mul
+
+            mixed = silu_mul(gate.flatten(0, -2), up.flatten(0, -2))
+            return self.down_proj(mixed.view_as(gate))
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Router(nn.Module):
@@ -34,6 +41,10 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [T, hidden] to weights [T, top_k] in x's type and expert ids [T, top_k]."""
         logits = F.linear(x, self.weight)
+        if triton_ops.serves(logits):
+            from ..triton_ops.moe import route
+
+            return route(logits, self.top_k, x.dtype)
         probs = torch.softmax(logits, dim=-1, dtype=compute_dtype(x))
         weights, experts = probs.topk(self.top_k, dim=-1)
         return (weights / weights.sum(-1, keepdim=True)).to(x.dtype), experts
@@ -51,6 +62,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Weighted sum of each token's experts; tokens are grouped so each expert runs once."""
+        if triton_ops.serves(x):
+            return self.each(x, weights, experts).sum(1)
         out = torch.zeros_like(x)
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=self.down_proj.shape[0]).tolist()
@@ -67,6 +80,12 @@ class Experts(nn.Module):
             start += count
         return out
 
+    def each(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The weighted experts before they are summed [T, top_k, H], by Triton's kernels."""
+        from ..triton_ops.moe import run_experts
+
+        return run_experts(x, weights, experts.int(), self.gate_up_proj, self.down_proj)
+
 
 class SparseMoE(nn.Module):
     """Routed experts plus a shared expert behind a sigmoid gate."""
@@ -82,7 +101,12 @@ class SparseMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         weights, experts = self.gate(flat)
-        shared = torch.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
+        gate, shared = self.shared_expert_gate(flat), self.shared_expert(flat)
+        if triton_ops.serves(flat):
+            from ..triton_ops.elementwise import mix
+
+            return mix(self.experts.each(flat, weights, experts), shared, gate).view_as(x)
+        shared = torch.sigmoid(gate) * shared
         return (self.experts(flat, weights, experts) + shared).view_as(x)
 
 

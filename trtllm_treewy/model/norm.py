@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import triton_ops
+
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """float32 for every activation type but float64, which stays."""
@@ -21,6 +23,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        if triton_ops.serves(x):
+            from ..triton_ops.norm import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
         wide = x.to(compute_dtype(x))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
@@ -35,6 +41,10 @@ class RMSNormGated(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        if triton_ops.serves(x):
+            from ..triton_ops.norm import gated_rms_norm
+
+            return gated_rms_norm(x, gate, self.weight, self.eps)
         wide = x.to(compute_dtype(x))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         # The checkpoint was trained with the weight applied in the activation type.

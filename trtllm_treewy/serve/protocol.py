@@ -80,9 +80,7 @@ class GenerationRequest:
             first = SamplingParams(**settings)
         except ValueError as error:
             raise invalid(None, str(error).removeprefix("SamplingParams: ")) from None
-        if first.seed is None:
-            return [first] * self.n
-        return [replace(first, seed=first.seed + index) for index in range(self.n)]
+        return replace(first, n=self.n).copies()
 
 
 def completion_request(raw: dict[str, Any]) -> GenerationRequest:

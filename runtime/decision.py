@@ -1,7 +1,6 @@
-"""Greedy decoding as a step's decision: from logits, trees and requests to accepted paths.
+"""A step's decision: from logits, trees and requests to accepted paths.
 
-`Sampler` is what the engine asks for trees and for decisions; `GreedySampler` is the one without
-random numbers.
+`Sampler` is what the engine asks for trees and for decisions; see `tree_sampler`.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from trtllm_treewy.batch import TreeBatch
 from trtllm_treewy.draft_tree import DraftTree
 
-from .acceptance import Acceptance, greedy_accept
+from .acceptance import Acceptance
 from .drafter import Drafter, DraftRoot
 from .request import Request
 
@@ -52,6 +50,10 @@ class Sampler(Protocol):
         """Raises ValueError for settings that cannot be carried out."""
         ...
 
+    def is_plain(self, request: Request) -> bool:
+        """Whether the model's most likely token is all that this request wants, from now on."""
+        ...
+
     def propose(
         self,
         drafter: Drafter,
@@ -84,64 +86,3 @@ class Sampler(Protocol):
             max_path: the longest path in nodes.
         """
         ...
-
-
-class GreedySampler:
-    """The drafter's own trees, and the model's own choice."""
-
-    def check(self, request: Request) -> None:
-        if not request.params.greedy:
-            raise ValueError("this engine decodes greedily, but the request asks for sampling")
-
-    def propose(
-        self,
-        drafter: Drafter,
-        requests: Sequence[Request],
-        roots: Sequence[DraftRoot],
-        max_nodes: int | None,
-    ) -> list[DraftTree]:
-        return drafter.propose(roots, max_nodes)
-
-    def decide(
-        self,
-        logits: Tensor,
-        batch: TreeBatch,
-        trees: Sequence[DraftTree],
-        requests: Sequence[Request],
-        max_path: int,
-    ) -> Decision:
-        return decide_greedily(logits, batch, requests, max_path)
-
-
-@torch.inference_mode()
-def decide_greedily(
-    logits: Tensor,
-    batch: TreeBatch,
-    requests: Sequence[Request],
-    max_path: int,
-) -> Decision:
-    """Accepts what the model itself would have chosen; see `Sampler.decide`."""
-    forbid_early_ends(logits, batch, requests)
-    best = logits.max(dim=-1)
-    acceptance = greedy_accept(batch, best.indices, max_path=max_path)
-    return Decision(acceptance, ~best.values.isfinite())
-
-
-def forbid_early_ends(logits: Tensor, batch: TreeBatch, requests: Sequence[Request]) -> None:
-    """Takes end and stop tokens out of the question where `min_tokens` is not reached yet.
-
-    Args:
-        logits: [batch, N, vocab], written in place.
-        batch: the trees, whose depths say how many tokens come before each choice.
-        requests: the first rows of the batch.
-    """
-    for row, request in enumerate(requests):
-        forbidden = request.forbidden_until_min_tokens
-        minimum = request.params.min_tokens or 0
-        count = len(request.output_token_ids)
-        if not forbidden or count >= minimum:
-            continue
-        early = count + batch.depth[row] < minimum
-        ids = torch.tensor(sorted(forbidden), device=logits.device)
-        masked = logits[row][:, ids].masked_fill(early[:, None], -torch.inf)
-        logits[row, :, ids] = masked

@@ -1,0 +1,191 @@
+"""Memory that captured steps read and write: its addresses never change, its contents do.
+
+Views for a batch of B rows and N nodes are cut from the front of flat buffers, so every shape has
+contiguous tensors and all shapes share them. What a sequence carries from step to step lies in rows
+by slot; one row more takes the writes of padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtllm_treewy.batch import TreeBatch, upload
+
+
+@dataclass(frozen=True)
+class BufferSizes:
+    """What the buffers are made for.
+
+    Attributes:
+        slots: state slots.
+        batch, nodes: rows and nodes of the largest captured step.
+        path: nodes of the longest accepted path.
+        drafts: nodes of a drafted tree, the root included; 1 without a drafter on the device.
+        hidden: size of a hidden state.
+    """
+
+    slots: int
+    batch: int
+    nodes: int
+    path: int
+    drafts: int
+    hidden: int
+
+    def bytes(self, activation_bytes: int) -> int:
+        """Device memory of the buffers."""
+        per_node = 8 + 4 + 4 + self.hidden * activation_bytes
+        per_row = 4 * 8 + 8 + self.path * 24 + 8 * self.nodes
+        per_slot = 4 + self.path * (8 + self.hidden * activation_bytes) + self.drafts * 12
+        rows = self.batch * (self.nodes * per_node + per_row)
+        return rows + (self.slots + 1) * per_slot
+
+
+class StepBuffers:
+    """The buffers of all captured steps of an executor.
+
+    Attributes:
+        pending_tokens: int64 [slots + 1, path], pending_hidden [slots + 1, path, hidden] and
+            pending_len int32 [slots + 1]: verified tokens whose pairs the MTP module has not seen
+            when the step ends; pair j is a token and the hidden state of the one before it.
+        tree_tokens, tree_scores: int64 and float32 [slots + 1, drafts], the tree drafted last;
+            token 0 is the root.
+    """
+
+    def __init__(self, sizes: BufferSizes, dtype: torch.dtype, device: torch.device) -> None:
+        self.sizes, self.device = sizes, device
+        batch, slots = sizes.batch, sizes.slots + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        i32 = torch.int32
+        self._rows = zeros(3 * batch, dtype=i32)
+        self._tokens = zeros(batch * sizes.nodes)
+        self._parents = zeros(batch * sizes.nodes, dtype=i32)
+        self._scores = zeros(batch * sizes.nodes, dtype=torch.float32)
+        self._hidden = zeros(batch * sizes.nodes * sizes.hidden, dtype=dtype)
+        self._accepted, self._num_accepted = zeros(batch, dtype=i32), zeros(batch, dtype=i32)
+        self._path, self._bonus = zeros(batch * sizes.path), zeros(batch)
+        self._draft_rows = zeros(2 * batch, dtype=i32)
+        self._result = zeros(batch * (2 * sizes.path + 1 + 2 * sizes.nodes), dtype=i32)
+        self.pending_tokens = zeros(slots, sizes.path)
+        self.pending_hidden = zeros(slots, sizes.path, sizes.hidden, dtype=dtype)
+        self.pending_len = zeros(slots, dtype=i32)
+        self.tree_tokens = zeros(slots, sizes.drafts)
+        self.tree_scores = zeros(slots, sizes.drafts, dtype=torch.float32)
+        self.set_inert(batch)
+
+    def set_inert(self, batch: int) -> None:
+        """Makes every row of a batch padding, so that a step changes nothing."""
+        self.load_rows(batch, [])
+        self.load_draft_rows(batch, [])
+        self._tokens.zero_()
+        self._parents.fill_(-1)
+        self._accepted.fill_(-1)
+        self._num_accepted.zero_()
+        self._path.fill_(-1)
+        self._bonus.fill_(-1)
+
+    # ---- views
+
+    def slot(self, batch: int) -> Tensor:
+        """int32 [B], -1 for padding."""
+        return self._rows[:batch]
+
+    def context(self, batch: int) -> Tensor:
+        """int32 [B], committed tokens."""
+        return self._rows[batch : 2 * batch]
+
+    def num_nodes(self, batch: int) -> Tensor:
+        """int32 [B]."""
+        return self._rows[2 * batch : 3 * batch]
+
+    def tokens(self, batch: int, nodes: int) -> Tensor:
+        """int64 [B, N]."""
+        return self._tokens[: batch * nodes].view(batch, nodes)
+
+    def parents(self, batch: int, nodes: int) -> Tensor:
+        """int32 [B, N]."""
+        return self._parents[: batch * nodes].view(batch, nodes)
+
+    def scores(self, batch: int, nodes: int) -> Tensor:
+        """float32 [B, N], the drafter's log probabilities of the trees that are verified."""
+        return self._scores[: batch * nodes].view(batch, nodes)
+
+    def hidden(self, batch: int, nodes: int) -> Tensor:
+        """[B, N, hidden], of the tree verified last."""
+        size = self.sizes.hidden
+        return self._hidden[: batch * nodes * size].view(batch, nodes, size)
+
+    def accepted(self, batch: int) -> Tensor:
+        """int32 [B]."""
+        return self._accepted[:batch]
+
+    def num_accepted(self, batch: int) -> Tensor:
+        """int32 [B]."""
+        return self._num_accepted[:batch]
+
+    def path(self, batch: int, nodes: int) -> Tensor:
+        """int64 [B, P], P at most the longest path."""
+        columns = min(nodes, self.sizes.path)
+        return self._path[: batch * columns].view(batch, columns)
+
+    def bonus(self, batch: int) -> Tensor:
+        """int64 [B]."""
+        return self._bonus[:batch]
+
+    def result(self, batch: int, columns: int) -> Tensor:
+        """int32 [B, columns], what the host is told of a step."""
+        return self._result[: batch * columns].view(batch, columns)
+
+    def draft_slot(self, batch: int) -> Tensor:
+        """int32 [B], the rows to draft for."""
+        return self._draft_rows[:batch]
+
+    def draft_context(self, batch: int) -> Tensor:
+        """int32 [B], their committed tokens."""
+        return self._draft_rows[batch : 2 * batch]
+
+    def by_slot(self, slot: Tensor) -> Tensor:
+        """int64 [B], the rows of the tables by slot; padding has the last one."""
+        return torch.where(slot >= 0, slot, self.sizes.slots).long()
+
+    def tree(self, batch: int, nodes: int, max_context: int) -> TreeBatch:
+        """The trees of the step, as views."""
+        return TreeBatch(
+            token_ids=self.tokens(batch, nodes),
+            parents=self.parents(batch, nodes),
+            num_nodes=self.num_nodes(batch),
+            slot=self.slot(batch),
+            context_lens=self.context(batch),
+            max_context=max_context,
+        )
+
+    # ---- from the host
+
+    def load_rows(self, batch: int, rows: list[tuple[int, int, int]]) -> None:
+        """Slot, context and nodes of each row; the others up to `batch` are padding."""
+        padded = rows + [(-1, 0, 0)] * (batch - len(rows))
+        columns = torch.tensor(padded, dtype=torch.int32).T.contiguous().flatten()
+        self._rows[: 3 * batch].copy_(upload(columns, self.device))
+
+    def load_draft_rows(self, batch: int, rows: list[tuple[int, int]]) -> None:
+        """Slot and context of the rows to draft for, padded likewise."""
+        padded = rows + [(-1, 0)] * (batch - len(rows))
+        columns = torch.tensor(padded, dtype=torch.int32).T.contiguous().flatten()
+        self._draft_rows[: 2 * batch].copy_(upload(columns, self.device))
+
+    def load_tree(self, tree: TreeBatch, batch: int, nodes: int) -> None:
+        """Trees that are on the device already, padded to the captured shape."""
+        rows, width = tree.parents.shape
+        self._rows[: 3 * batch].view(3, batch)[0].fill_(-1)
+        self.context(batch).zero_()
+        self.num_nodes(batch).zero_()
+        self.slot(batch)[:rows] = tree.slot
+        self.context(batch)[:rows] = tree.context_lens
+        self.num_nodes(batch)[:rows] = tree.num_nodes
+        self.tokens(batch, nodes).zero_()[:rows, :width] = tree.token_ids
+        self.parents(batch, nodes).fill_(-1)[:rows, :width] = tree.parents

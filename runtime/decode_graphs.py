@@ -1,0 +1,384 @@
+"""A decoding step as captured functions: fill, verify, accept, commit, draft.
+
+Each is captured once for a shape (rows, nodes) and replayed over any trees of it; between them
+nothing needs the host. `DeviceDecoder` runs all of them in a row; the executor's own `verify` and
+`commit` use the same two for trees that come from the host, whatever accepts them in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trtllm_treewy import triton_ops
+from trtllm_treewy.batch import TreeBatch
+from trtllm_treewy.draft_tree import TreeTopology
+from trtllm_treewy.model import Qwen3_5ForCausalLM
+
+from .acceptance import Acceptance, greedy_accept
+from .cuda_graphs import GraphRunner, GraphSizes
+from .decode_buffers import BufferSizes, StepBuffers
+from .head import greedy_tokens
+from .sequence_pools import SequencePools
+from .state_manager import TreeGdnStep
+from .static_drafts import StaticDrafts, best_nodes
+
+Accept = Callable[[TreeBatch, Tensor, int], Acceptance]
+Shape = tuple[int, int]
+
+
+def accept_greedily(tree: TreeBatch, target_ids: Tensor, columns: int) -> Acceptance:
+    """The model's own choices."""
+    return greedy_accept(tree, target_ids, max_path=columns)
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """What is captured.
+
+    Attributes:
+        sizes: batch and tree sizes.
+        max_path: nodes of the longest path that a step may accept.
+        topology: of the trees that are drafted on the device, None for none.
+        accept: how paths are accepted on the device.
+        report_trees: tell the host the shape and the scores of verified trees too.
+    """
+
+    sizes: GraphSizes
+    max_path: int
+    topology: TreeTopology | None = None
+    accept: Accept = accept_greedily
+    report_trees: bool = False
+
+
+class DecodeGraphs:
+    """The captured functions of an executor, and the buffers they work on.
+
+    Args:
+        model: of the executor.
+        pools: the executor's states and caches.
+        first_mtp_layer: the MTP module's first layer in the KV cache.
+        runner: captures and replays.
+        options: what is captured.
+
+    Attributes:
+        buffers: static memory.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3_5ForCausalLM,
+        pools: SequencePools,
+        first_mtp_layer: int,
+        runner: GraphRunner,
+        options: GraphOptions,
+    ) -> None:
+        self._model, self._pools, self._runner = model, pools, runner
+        self.options, self.sizes = options, options.sizes
+        topology = options.topology
+        dtype = model.model.embed_tokens.weight.dtype
+        self.buffers = StepBuffers(
+            buffer_sizes(pools.limits.max_batch_size, model.config.hidden_size, options),
+            dtype,
+            pools.device,
+        )
+        self.drafts: StaticDrafts | None = None
+        if topology is not None and topology.num_nodes > 1:
+            self.drafts = StaticDrafts(
+                model, pools.kv_cache, first_mtp_layer, self.buffers, topology
+            )
+        self._steps: dict[Shape, TreeGdnStep] = {}
+        self._functions: dict[tuple[object, ...], Callable[[], None]] = {}
+        # Where attention masks the rows up to a bound, each bound is another function.
+        self._bounded = not triton_ops.serves(pools.kv_cache.k)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the graphs, static buffers not among it."""
+        return self._runner.memory_bytes
+
+    def capture_all(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures the steps of whole trees now, the largest batch first; others as they are met.
+
+        Later captures find their memory in the pool of the largest. `progress` is told how many
+        are done.
+        """
+        shapes = [(batch, self.sizes.nodes[-1]) for batch in reversed(self.sizes.batch)]
+        for done, (batch, nodes) in enumerate(shapes, start=1):
+            self._record_step(batch, nodes, self._bound(0))
+            if progress is not None:
+                progress(done, len(shapes))
+
+    def _bound(self, max_context: int) -> int:
+        """The bound of contexts that a step of at most `max_context` tokens is captured for."""
+        if not self._bounded:
+            return 0
+        most = self._pools.limits.max_seq_len + self._pools.limits.scratch_rows
+        return min(most, max(64, 1 << max(0, max_context - 1).bit_length()))
+
+    def _record_step(self, batch: int, nodes: int, bound: int) -> None:
+        """Captures all that a step of this shape needs, and is not there yet.
+
+        The buffers hold padding alone afterwards.
+        """
+        self._pools.kv_cache.flush()
+        self.buffers.set_inert(batch)
+        self._record(("verify", batch, nodes, bound), partial(self._verify, batch, nodes, bound))
+        self._record(("accept", batch, nodes), partial(self._accept, batch, nodes))
+        self._record(("commit", batch, nodes), partial(self._commit, batch, nodes))
+        self._record(("fill", batch, nodes), partial(self._fill, batch, nodes))
+        self._record_drafts(batch, bound)
+
+    def _record_drafts(self, batch: int, bound: int) -> None:
+        """Captures drafting, whose functions may run twice over whatever the buffers hold."""
+        if self.drafts is not None:
+            self._record(("draft", batch, bound), partial(self.drafts.draft, batch, bound))
+            self._record(("extend", batch, bound), partial(self._extend, batch, bound))
+
+    def _record(self, key: tuple[object, ...], function: Callable[[], None]) -> None:
+        if key not in self._runner:
+            self._functions[key] = function
+            self._runner.record(key, torch.inference_mode()(function))
+            self._pools.state.discard()
+
+    # ---- what is captured
+
+    def _fill(self, batch: int, nodes: int) -> None:
+        """Takes the trees drafted on the device, cut to their best nodes where there are more."""
+        buffers = self.buffers
+        index = buffers.by_slot(buffers.slot(batch))
+        tokens, scores = buffers.tree_tokens[index], buffers.tree_scores[index]
+        size = tokens.shape[1]
+        if self.drafts is None or nodes == 1:
+            parents = buffers.parents(batch, nodes).fill_(-1)
+            buffers.tokens(batch, nodes)[:, :1] = tokens[:, :1]
+            buffers.scores(batch, nodes).zero_()
+            return
+        own = self.drafts.parents
+        if nodes < size:
+            tokens, parents, scores = best_nodes(tokens, own, scores, nodes)
+            size = nodes
+        else:
+            parents = own.expand(batch, -1)
+        for target, source, blank in (
+            (buffers.tokens(batch, nodes), tokens, 0),
+            (buffers.parents(batch, nodes), parents, -1),
+            (buffers.scores(batch, nodes), scores, 0),
+        ):
+            if size < nodes:
+                target.fill_(blank)
+            target[:, :size] = source
+
+    def _verify(self, batch: int, nodes: int, bound: int) -> None:
+        """The model over the trees: hidden states, and what a commit needs."""
+        tree = self.buffers.tree(batch, nodes, bound)
+        pools = self._pools
+        pools.state.discard()
+        step = self._steps[batch, nodes] = pools.state.verify(tree)
+        hidden = self._model(tree.token_ids, tree.positions, step, pools.kv_cache.verify(tree))
+        self.buffers.hidden(batch, nodes).copy_(hidden)
+
+    def _accept(self, batch: int, nodes: int) -> None:
+        """The accepted paths, and what the host is told of them."""
+        buffers = self.buffers
+        tree = buffers.tree(batch, nodes, 0)
+        path = buffers.path(batch, nodes)
+        ids, values = greedy_tokens(self._model, buffers.hidden(batch, nodes).flatten(0, 1))
+        ids, values = ids.view(batch, nodes), values.view(batch, nodes)
+        accepted = self.options.accept(tree, ids, path.shape[1])
+        self.load_acceptance(accepted, batch, nodes)
+        on_path = path.clamp(min=0)
+        broken = ~values.isfinite().gather(1, on_path) & (path >= 0)
+        # The token after a node of the path is the next one's, and the bonus after the last.
+        following = torch.cat([on_path[:, 1:], on_path[:, :1]], 1)
+        emitted = tree.token_ids.gather(1, following)
+        column = torch.arange(path.shape[1], device=path.device)
+        last = column == buffers.num_accepted(batch)[:, None] - 1
+        emitted = torch.where(last, buffers.bonus(batch)[:, None], emitted)
+        parts = [path, emitted, broken.any(1, keepdim=True)]
+        if self.options.report_trees:
+            parts += [tree.parents, buffers.scores(batch, nodes).view(torch.int32)]
+        buffers.result(batch, self.result_columns(nodes)).copy_(torch.cat(parts, 1))
+
+    def result_columns(self, nodes: int) -> int:
+        """Numbers that the host is told of a row: path, tokens, fault, and the tree if wanted."""
+        columns = 2 * min(nodes, self.buffers.sizes.path) + 1
+        return columns + 2 * nodes * self.options.report_trees
+
+    def _commit(self, batch: int, nodes: int) -> None:
+        """Moves states and cache rows; what was accepted is pending for the MTP module."""
+        buffers, pools = self.buffers, self._pools
+        tree = buffers.tree(batch, nodes, 0)
+        path = buffers.path(batch, nodes)
+        pools.state.resume(self._steps[batch, nodes])
+        pools.state.commit(buffers.accepted(batch))
+        pools.kv_cache.compact(tree.slot, path, tree.context_lens)
+
+        count = buffers.num_accepted(batch)
+        index = buffers.by_slot(tree.slot)
+        columns = path.shape[1]
+        place = torch.arange(columns, device=path.device)
+        following = torch.cat([path[:, 1:], path[:, :1]], 1).clamp(min=0)
+        tokens = torch.where(
+            place == count[:, None] - 1,
+            buffers.bonus(batch)[:, None],
+            tree.token_ids.gather(1, following),
+        )
+        hidden = buffers.hidden(batch, nodes)
+        hidden = hidden.gather(1, path.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[2]))
+        buffers.pending_tokens[index, :columns] = tokens
+        buffers.pending_hidden[index, :columns] = hidden
+        buffers.pending_len[index] = count
+        buffers.tree_tokens[index, 0] = buffers.bonus(batch).clamp(min=0)
+        buffers.draft_slot(batch).copy_(tree.slot)
+        buffers.draft_context(batch).copy_(tree.context_lens + count)
+
+    def _extend(self, batch: int, bound: int) -> None:
+        assert self.drafts is not None
+        self.drafts.extend(batch, bound)
+
+    # ---- replays
+
+    def fit(self, rows: int, nodes: int) -> Shape | None:
+        """The captured shape for such a step, or None."""
+        return self.sizes.fit(rows, nodes)
+
+    def batch_for(self, rows: int) -> int:
+        """The smallest captured batch that holds `rows`, which are not more than the largest."""
+        return next(size for size in self.sizes.batch if size >= rows)
+
+    @torch.inference_mode()
+    def run_step(self, shape: Shape, rows: Sequence[tuple[int, int, int]]) -> None:
+        """Verifies, accepts and commits the trees that were drafted on the device.
+
+        Args:
+            shape: of the step.
+            rows: slot, committed tokens and nodes of each.
+        """
+        bound = self._prepare(shape, max(context for _, context, _ in rows))
+        self.buffers.load_rows(shape[0], list(rows))
+        self._replay_step(shape, bound)
+
+    @torch.inference_mode()
+    def run_step_again(self, shape: Shape, max_context: int) -> None:
+        """A step of the rows of the last one, each as far on as that has brought it.
+
+        Args:
+            shape: of the last step.
+            max_context: at least the most tokens that a row may have by now.
+        """
+        bound = self._bound(max_context + self.buffers.sizes.path)
+        self._pools.kv_cache.flush()
+        self.buffers.context(shape[0]).copy_(self.buffers.draft_context(shape[0]))
+        # Captured over what the buffers hold, which is written behind all that is committed.
+        self._record(("verify", *shape, bound), partial(self._verify, *shape, bound))
+        self._replay_step(shape, bound)
+
+    def _replay_step(self, shape: Shape, bound: int) -> None:
+        for name in ("fill", "verify", "accept", "commit"):
+            key = (name, *shape, bound) if name == "verify" else (name, *shape)
+            self._runner.replay(key)
+
+    @torch.inference_mode()
+    def run_drafts(
+        self,
+        mode: Literal["draft", "extend"],
+        batch: int,
+        max_context: int,
+        rows: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        """Drafts the next trees, or enters the pending pairs alone.
+
+        Args:
+            mode: which.
+            batch: a captured batch size.
+            max_context: at least the largest number of committed tokens.
+            rows: slot and committed tokens of each; those of the last step where not given.
+        """
+        bound = self._bound(max_context + self.buffers.sizes.path)
+        self._pools.kv_cache.flush()
+        if rows is not None:
+            self.buffers.load_draft_rows(batch, list(rows))
+        self._record_drafts(batch, bound)
+        self._runner.replay((mode, batch, bound))
+
+    def replay_part(self, name: str, shape: Shape, max_context: int) -> None:
+        """Replays one function over what the buffers hold; for measurements."""
+        self._runner.replay(self._key(name, shape, max_context))
+
+    @torch.inference_mode()
+    def run_part(self, name: str, shape: Shape, max_context: int) -> None:
+        """Calls what `replay_part` replays."""
+        self._functions[self._key(name, shape, max_context)]()
+
+    def _key(self, name: str, shape: Shape, max_context: int) -> tuple[object, ...]:
+        bound = self._bound(max_context + self.buffers.sizes.path)
+        if name in ("draft", "extend"):
+            return name, shape[0], bound
+        return (name, *shape, bound) if name == "verify" else (name, *shape)
+
+    @torch.inference_mode()
+    def verify(self, tree: TreeBatch) -> Tensor | None:
+        """Verifies trees from the host; hidden states [B, N, hidden], None where nothing fits."""
+        rows, width = tree.parents.shape
+        shape = self.fit(rows, width)
+        if shape is None or self._pools.state.pending:
+            return None  # a pending tree is refused where the uncaptured step begins
+        bound = self._prepare(shape, tree.max_context)
+        self.buffers.load_tree(tree, *shape)
+        self._runner.replay(("verify", *shape, bound))
+        self._pools.state.resume(self._steps[shape])
+        return self.buffers.hidden(*shape)[:rows, :width]
+
+    @torch.inference_mode()
+    def commit(self, tree: TreeBatch, acceptance: Acceptance) -> None:
+        """Commits the trees that `verify` took last."""
+        shape = self.fit(*tree.parents.shape)
+        assert shape is not None
+        self.load_acceptance(acceptance, *shape)
+        self._runner.replay(("commit", *shape))
+        self._pools.state.discard()
+
+    def load_acceptance(self, acceptance: Acceptance, batch: int, nodes: int) -> None:
+        """Puts accepted paths where a commit reads them."""
+        buffers = self.buffers
+        rows, columns = acceptance.path.shape
+        path = buffers.path(batch, nodes)
+        kept = min(columns, path.shape[1])
+        for target, source, blank in (
+            (buffers.accepted(batch), acceptance.accepted, -1),
+            (buffers.num_accepted(batch), acceptance.num_accepted, 0),
+            (buffers.bonus(batch), acceptance.bonus_ids, -1),
+        ):
+            if rows < batch:
+                target.fill_(blank)
+            target[:rows] = source
+        if (rows, kept) != path.shape:
+            path.fill_(-1)
+        path[:rows, :kept] = acceptance.path[:, :kept]
+
+    def _prepare(self, shape: Shape, max_context: int) -> int:
+        """Sees to it that a step can be replayed; the bound it is captured for."""
+        bound = self._bound(max_context + self.buffers.sizes.path)
+        if ("verify", *shape, bound) not in self._runner:
+            self._record_step(*shape, bound)
+        self._pools.kv_cache.flush()
+        return bound
+
+
+def buffer_sizes(slots: int, hidden: int, options: GraphOptions) -> BufferSizes:
+    """Sizes of the buffers for what is captured."""
+    nodes = options.sizes.nodes[-1]
+    return BufferSizes(
+        slots=slots,
+        batch=options.sizes.batch[-1],
+        nodes=nodes,
+        path=min(nodes, options.max_path),
+        drafts=options.topology.num_nodes if options.topology is not None else 1,
+        hidden=hidden,
+    )

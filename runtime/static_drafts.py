@@ -1,0 +1,228 @@
+"""Drafting a fixed topology on the device alone: the trees of `MtpStaticDrafter`, captured.
+
+What depends on the topology is worked out once, as index tensors; what depends on the step is read
+from static buffers. Nothing here waits for the device or looks at its values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtllm_treewy.draft_tree import TreeTopology
+from trtllm_treewy.model import AttentionStep, Qwen3_5ForCausalLM
+
+from .decode_buffers import StepBuffers
+from .head import best_children
+from .kv_cache import KvCache
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Nodes of one depth: who they are, and how they come about.
+
+    Attributes:
+        nodes: int64 [C], by index in the tree.
+        parents: int64 [C], their parents'.
+        pick: int64 [C], place of each among the candidates of the level above, flattened.
+        widest: candidates of each node above.
+        inner: int64 [W], those with children, which are run through the module; None at the end.
+        source: int64 [W], the column of each one's parent in the level above.
+        sees: bool [W, E], the draft's entries that each sees, itself included.
+    """
+
+    nodes: Tensor
+    parents: Tensor
+    pick: Tensor
+    widest: int
+    inner: Tensor | None
+    source: Tensor
+    sees: Tensor
+
+
+def _levels(topology: TreeTopology, device: torch.device) -> list[_Level]:
+    levels: list[_Level] = []
+    above, entry_of = [0], {0: -1}
+    seen: dict[int, set[int]] = {0: set()}  # entries on the path to a node, its own included
+    for depth in range(1, topology.depth + 1):
+        widest = max(len(topology.children[node]) for node in above)
+        nodes = [kid for node in above for kid in topology.children[node]]
+        pick = [
+            column * widest + rank
+            for column, node in enumerate(above)
+            for rank in range(len(topology.children[node]))
+        ]
+        inner = [n for n in topology.levels[depth] if topology.children[n]]
+        first = len(entry_of) - 1
+        for place, node in enumerate(inner):
+            entry_of[node] = first + place
+            seen[node] = {*seen[topology.parent_ids[node]], first + place}
+        sees = torch.zeros(len(inner), first + len(inner), dtype=torch.bool)
+        for place, node in enumerate(inner):
+            sees[place, sorted(seen[node])] = True
+        source = [above.index(topology.parent_ids[node]) for node in inner]
+        above_nodes = [topology.parent_ids[node] for node in nodes]
+
+        def ids(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64).to(device)
+
+        levels.append(
+            _Level(
+                nodes=ids(nodes),
+                parents=ids(above_nodes),
+                pick=ids(pick),
+                widest=widest,
+                inner=ids(inner) if inner else None,
+                source=ids(source),
+                sees=sees.to(device),
+            )
+        )
+        above = inner
+    return levels
+
+
+def draft_entries(topology: TreeTopology) -> int:
+    """Cache rows that a draft in progress takes: nodes with children, the root not among them."""
+    return sum(bool(kids) for kids in topology.children[1:])
+
+
+class StaticDrafts:
+    """Enters verified pairs into the MTP module, and drafts below them.
+
+    Args:
+        model, kv_cache: of the executor.
+        first_layer: the module's first layer in the cache.
+        buffers: what is read and written.
+        topology: of the trees; its nodes are the buffers' `drafts`.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3_5ForCausalLM,
+        kv_cache: KvCache,
+        first_layer: int,
+        buffers: StepBuffers,
+        topology: TreeTopology,
+    ) -> None:
+        self._model, self._cache, self._buffers = model, kv_cache, buffers
+        self._first_layer = first_layer
+        self._levels = _levels(topology, buffers.device)
+        self.topology = topology
+        self.parents = torch.tensor(topology.parent_ids, dtype=torch.int32).to(buffers.device)
+
+    def extend(self, batch: int, max_context: int) -> Tensor:
+        """Enters the pending pairs of the rows to draft for, as a chain behind their entries.
+
+        Pairs that are there already are written again, with the same values.
+
+        Returns:
+            The module's output [B, hidden] at each row's last pair.
+        """
+        buffers, device = self._buffers, self._buffers.device
+        slot, context = buffers.draft_slot(batch), buffers.draft_context(batch)
+        index = buffers.by_slot(slot)
+        count = torch.where(slot >= 0, buffers.pending_len[index], 0)
+        base = context - count
+        place = torch.arange(buffers.sizes.path, dtype=torch.int32, device=device)
+        real = place < count[:, None]
+        chain = (place[:, None] >= place) & real[:, :, None]
+        positions = base[:, None] + place
+        attention = self._attention(
+            slot, base, chain, torch.where(real, positions, -1), max_context
+        )
+        out = self._model.draft(
+            buffers.pending_tokens[index],
+            buffers.pending_hidden[index],
+            positions.long(),
+            attention,
+        )
+        last = (count - 1).clamp(min=0).long()[:, None, None].expand(-1, 1, out.shape[2])
+        return out.gather(1, last)[:, 0]
+
+    def draft(self, batch: int, max_context: int) -> None:
+        """Drafts a tree for each row, into `tree_tokens` and `tree_scores`."""
+        buffers = self._buffers
+        slot, context = buffers.draft_slot(batch), buffers.draft_context(batch)
+        index = buffers.by_slot(slot)
+        hidden = self.extend(batch, max_context)[:, None]
+        count = buffers.pending_len[index].clamp(min=1).long()[:, None]
+        tokens = buffers.tree_tokens.new_zeros(batch, buffers.sizes.drafts)
+        scores = buffers.tree_scores.new_zeros(batch, buffers.sizes.drafts)
+        tokens[:, :1] = buffers.pending_tokens[index].gather(1, count - 1)
+        entry = 0
+        for depth, level in enumerate(self._levels, start=1):
+            ids, log_probs = best_children(self._model, hidden.flatten(0, 1), level.widest)
+            picked = ids.view(batch, -1).index_select(1, level.pick)
+            gained = log_probs.view(batch, -1).index_select(1, level.pick)
+            tokens.index_copy_(1, level.nodes, picked)
+            above = scores.index_select(1, level.parents)
+            scores.index_copy_(1, level.nodes, (above + gained).to(scores.dtype))
+            if level.inner is None:
+                break
+            width, entries = level.sees.shape
+            row = torch.arange(entry, entries, dtype=torch.int32, device=tokens.device)
+            attention = self._attention(
+                slot,
+                context,
+                level.sees.expand(batch, -1, -1),
+                context[:, None] + row,
+                max_context,
+            )
+            hidden = self._model.draft(
+                tokens.index_select(1, level.inner),
+                hidden.index_select(1, level.source),
+                (context[:, None] + (depth - 1)).long().expand(batch, width),
+                attention,
+            )
+            entry = entries
+        buffers.tree_tokens[index] = tokens
+        buffers.tree_scores[index] = scores
+
+    def _attention(
+        self, slot: Tensor, context: Tensor, own: Tensor, offsets: Tensor, max_context: int
+    ) -> AttentionStep:
+        step = self._cache.tree_step(slot, context, own, offsets, max_context)
+        return LayersFrom(step, self._first_layer)
+
+
+class LayersFrom:
+    """An attention step whose layer 0 is a later layer of the cache (the MTP module's)."""
+
+    def __init__(self, step: AttentionStep, first: int) -> None:
+        self._step, self._first = step, first
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """As the step's."""
+        return self._step.attend(self._first + layer, q, k, v, scale)
+
+
+def best_nodes(
+    tokens: Tensor, parents: Tensor, scores: Tensor, keep: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best `keep` nodes of trees of one topology, as `DraftTree.prune` takes them.
+
+    By log probability, ties to the lower index; a node is never better than its parent, so each
+    tree stays closed under ancestors.
+
+    Args:
+        tokens, scores: [B, T].
+        parents: int32 [T].
+        keep: nodes that stay, at least 1.
+
+    Returns:
+        Tokens, parents int32 and scores, [B, keep] each.
+    """
+    size = tokens.shape[1]
+    # A NaN ranks with the impossible, and the root before all others.
+    rank = scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    rank = torch.cat([torch.full_like(rank[:, :1], torch.inf), rank[:, 1:]], 1)
+    order = rank.sort(dim=1, descending=True, stable=True).indices[:, :keep]
+    order = order.sort(1).values
+    index = torch.zeros_like(tokens).scatter_(
+        1, order, torch.arange(keep, device=tokens.device).expand_as(order)
+    )
+    above = parents.long().expand(tokens.shape[0], size).gather(1, order)
+    moved = torch.where(above >= 0, index.gather(1, above.clamp(min=0)), -1)
+    return tokens.gather(1, order), moved.int(), scores.gather(1, order)

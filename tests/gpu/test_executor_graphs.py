@@ -1,0 +1,165 @@
+"""Captured decoding steps on a GPU: replays give what the same functions give when called."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from checkpoints import hf_config
+from engine_world import GraftingDrafter, make_engine, make_executor, make_request, run, tiny_config
+from test_cuda_graphs import TOPOLOGIES, agreeable, check, graph_engine, random_jobs
+
+from trtllm_treewy import LLM, SamplingParams
+from trtllm_treewy.model.dummy import dummy_model
+from trtllm_treewy.runtime.acceptance_law import accept_by_depth
+from trtllm_treewy.runtime.cuda_graphs import CudaGraphRunner, GraphSizes, RecordedCalls
+from trtllm_treewy.runtime.decode_graphs import GraphOptions
+
+pytestmark = pytest.mark.gpu
+
+# Head dims that the CUDA kernels take, a mixture of experts, and two layers of each kind.
+SIZES = dict(
+    hidden_size=128,
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=64,
+    linear_value_head_dim=128,
+)
+DENSE = dict(intermediate_size=128)
+EXPERTS = dict(
+    moe=True,
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+)
+
+
+def make_model(dtype, kind=DENSE):
+    config = tiny_config(**SIZES, **kind)
+    return agreeable(dummy_model(config, dtype=dtype, device="cuda"))
+
+
+def texts_of(model, topology, jobs, runner, **settings):
+    engine = graph_engine(model, topology, runner=runner, **settings)
+    requests = [make_request(i, *job) for i, job in enumerate(jobs)]
+    run(engine, requests)
+    assert not [r.error for r in requests if r.error]
+    assert engine.stats.graph_steps
+    return [list(r.output_token_ids) for r in requests], engine.stats
+
+
+@pytest.mark.parametrize("kind", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_replays_give_what_calls_give(name, dtype, kind):
+    """CASES 23: slots, contexts and acceptance change under every replay; the bits do not."""
+    model, jobs = make_model(dtype, kind), random_jobs(3, 14)
+    called, want = texts_of(model, TOPOLOGIES[name], jobs, RecordedCalls())
+    replayed, stats = texts_of(model, TOPOLOGIES[name], jobs, CudaGraphRunner(torch.device("cuda")))
+    assert replayed == called
+    assert stats.accepted_lengths == want.accepted_lengths
+    assert stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("policy", ["reconstruct", "deferred", "snapshot"])
+def test_tokens_are_those_of_plain_decoding(policy):
+    """In float32, with graphs and drafts, and without either."""
+    model, jobs = make_model(torch.float32), random_jobs(4, 12)
+    executor = make_executor(model, max_nodes=1, scratch_rows=1)
+    plain = [make_request(i, *job) for i, job in enumerate(jobs)]
+    run(make_engine(executor), plain)
+    texts = {r.request_id: list(r.output_token_ids) for r in plain}
+    engine = graph_engine(
+        model, TOPOLOGIES["tree"], runner=CudaGraphRunner(torch.device("cuda")),
+        state_commit=policy,
+    )  # fmt: skip
+    check(engine, texts, jobs)
+
+
+def test_random_trees_replay_one_capture():
+    """Trees of the host, another topology at every step, verified and committed by replays."""
+    model, jobs = make_model(torch.float32), random_jobs(5, 10)
+    executor = make_executor(model, max_nodes=1, scratch_rows=1)
+    plain = [make_request(i, *job) for i, job in enumerate(jobs)]
+    run(make_engine(executor), plain)
+    texts = {r.request_id: list(r.output_token_ids) for r in plain}
+    executor = make_executor(model, max_nodes=8)
+    options = GraphOptions(GraphSizes((4,), (8,)), 8)
+    graphs = executor.make_graphs(CudaGraphRunner(torch.device("cuda")), options)
+    graphs.capture_all()
+    drafter = GraftingDrafter(executor, texts, seed=2)
+    drafter.engine = engine = make_engine(executor, drafter)
+    check(engine, texts, jobs)
+    assert engine.stats.accepted_tokens > 0
+
+
+def test_a_step_waits_for_the_device_once():
+    """Nothing in a launch makes the host wait; torch raises where something would."""
+    model, jobs = make_model(torch.bfloat16), random_jobs(6, 4)
+    engine = graph_engine(
+        model, TOPOLOGIES["tree"], runner=CudaGraphRunner(torch.device("cuda")), num_blocks=200
+    )
+    for number, (prompt, _) in enumerate(jobs):
+        engine.add(make_request(number, prompt, 60))
+    while len(engine._scheduler.decoding) < 4:
+        engine.step()
+    engine.step()
+    steps = engine.stats.steps
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert engine.stats.steps == steps + 8
+    assert engine.stats.executor_faults == 0
+
+
+def test_the_law_of_acceptance_under_graphs():
+    """Random numbers are drawn anew at every replay."""
+    engine = graph_engine(
+        make_model(torch.bfloat16), TOPOLOGIES["chain"],
+        runner=CudaGraphRunner(torch.device("cuda")),
+        options={"accept": accept_by_depth((0.8, 0.5, 0.9))}, max_seq_len=1024, num_blocks=1200,
+    )  # fmt: skip
+    run(engine, [make_request(i, [i + 1], 900) for i in range(4)])
+    for depth, part in enumerate((0.8, 0.4, 0.36)):
+        assert abs(engine.stats.accepted_per_depth[depth] / engine.stats.trees - part) < 0.05
+
+
+def test_through_the_public_api(tmp_path):
+    """Graphs are on by default; sampled requests share their verification."""
+    config = hf_config(**SIZES, **EXPERTS)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rng = random.Random(1)
+    prompts = [[rng.randrange(90) for _ in range(rng.randint(1, 40))] for _ in range(12)]
+    params = [
+        SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.7 * (i % 3 == 2), seed=i)
+        for i in range(12)
+    ]
+    settings = dict(
+        load_format="dummy", skip_tokenizer_init=True, device="cuda", dtype="bfloat16",
+        max_seq_len=256, speculative_config={"draft_tree_widths": [2, 2]},
+    )  # fmt: skip
+    with LLM(tmp_path, **settings) as llm:
+        outputs = llm.generate(prompts, params)
+        stats = llm.stats
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [30] * 12
+    assert not any(o.error for o in outputs)
+    assert stats.graph_steps
+    with LLM(tmp_path, cuda_graph_config=None, **settings) as llm:
+        llm.generate(prompts[:2], params[:2])
+        assert not llm.stats.graph_steps

@@ -1,0 +1,144 @@
+"""The Triton kernels on a GPU against plain torch, in the types and sizes that models have."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from trtllm_treewy import triton_ops
+from trtllm_treewy.model.mlp import Experts
+from trtllm_treewy.model.norm import RMSNorm, RMSNormGated
+from trtllm_treewy.runtime.kv_cache import KvCache, PagedAttention
+from trtllm_treewy.topology import ancestor_mask
+
+pytestmark = pytest.mark.gpu
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+CLOSE = {
+    torch.float32: dict(rtol=1e-4, atol=1e-4),
+    torch.bfloat16: dict(rtol=2e-2, atol=2e-2),
+    torch.float16: dict(rtol=4e-3, atol=4e-3),
+}
+
+
+def random_trees(batch, nodes):
+    rows = [
+        [-1] + [int(torch.randint(max(0, t - 5), t, ())) for t in range(1, nodes)]
+        for _ in range(batch)
+    ]
+    return torch.tensor(rows, dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (1, 4), (3, 15), (8, 40), (2, 128)])
+@pytest.mark.parametrize(("kv_heads", "groups", "dim"), [(2, 8, 256), (4, 3, 128), (1, 4, 64)])
+def test_tree_attention(batch, nodes, kv_heads, groups, dim, dtype):
+    assert triton_ops.installed(), "Triton comes with torch's CUDA build"
+    cache = KvCache(1, 400, 32, kv_heads, dim, dtype, "cuda", batch + 1, 3000)
+    for rows in (100, 900, 2400):
+        for slot in range(batch):
+            cache.try_reserve(slot, rows - 13 * slot)
+    cache.block_table  # noqa: B018  (blocks are cleared now, and filled after)
+    torch.nn.init.normal_(cache.k)
+    torch.nn.init.normal_(cache.v)
+    context = torch.randint(0, 2200, (batch,), dtype=torch.int32, device="cuda")
+    counts = torch.randint(1, nodes + 1, (batch,), dtype=torch.int32, device="cuda")
+    own = ancestor_mask(random_trees(batch, nodes), counts)
+    index = torch.arange(nodes, device="cuda")
+    real = index < counts[:, None]
+    own &= real[:, :, None]
+    slot = torch.arange(batch, dtype=torch.int32, device="cuda")
+    q = torch.randn(batch, nodes, kv_heads * groups, dim, device="cuda").to(dtype)
+    k, v = (torch.randn(batch, nodes, kv_heads, dim, device="cuda").to(dtype) for _ in range(2))
+    offsets = torch.where(real, context[:, None] + index, -1)
+    step = PagedAttention(cache, slot, context, own, offsets)
+    got = step.attend(0, q, k, v, dim**-0.5)
+
+    rows = torch.arange(2400, device="cuda")
+    behind = rows - context[:, None].long()
+    seen = own.gather(2, behind.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1))
+    mask = (behind < 0)[:, None] | (seen & ((behind >= 0) & (behind < nodes))[:, None])
+    at = cache._physical(slot, rows.expand(batch, -1))
+    keys, values = (pool[0][:, at].double() for pool in (cache.k, cache.v))  # [KVH, B, S, D]
+    grouped = q.double().unflatten(2, (kv_heads, groups)).permute(2, 0, 3, 1, 4)
+    scores = grouped @ keys[:, :, None].transpose(-1, -2) * dim**-0.5
+    scores = scores.masked_fill(~mask[None, :, None], float("-inf"))
+    want = (scores.softmax(-1) @ values[:, :, None]).permute(1, 3, 0, 2, 4).flatten(2, 3)
+    torch.testing.assert_close(got[real].double(), want[real], **CLOSE[dtype])
+
+
+def test_a_context_beyond_32_bit_offsets():
+    """Pools of more than 2^31 elements."""
+    rows = (1 << 31) // (4 * 256) // 32 + 64
+    cache = KvCache(1, rows, 32, 4, 256, torch.bfloat16, "cuda", 2, 4096)
+    cache._free = list(range(rows))  # the last blocks come first
+    assert cache.try_reserve(0, 700)
+    table = cache.block_table
+    assert int(table[0, 0]) == rows - 1
+    k, v = (torch.randn(1, 600, 4, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(1, 600, 8, 256, device="cuda", dtype=torch.bfloat16)
+    slot = torch.zeros(1, dtype=torch.int32, device="cuda")
+    own = torch.ones(1, 600, 600, dtype=torch.bool, device="cuda").tril()
+    step = PagedAttention(cache, slot, slot, own, torch.arange(600, device="cuda")[None])
+    got = step.attend(0, q, k, v, 1 / 16)
+    want = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.repeat_interleave(2, 2).transpose(1, 2),
+        v.repeat_interleave(2, 2).transpose(1, 2), is_causal=True, scale=1 / 16,
+    ).transpose(1, 2)  # fmt: skip
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 4, 60, 700])
+def test_experts(tokens, dtype):
+    num_experts, hidden, inner, top = 64, 512, 192, 8
+    block = Experts(num_experts, hidden, inner).to("cuda", dtype).requires_grad_(False)
+    block.gate_up_proj.normal_(0, hidden**-0.5)
+    block.down_proj.normal_(0, inner**-0.5)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
+    logits = torch.randn(tokens, num_experts, device="cuda", dtype=dtype)
+    from trtllm_treewy.triton_ops.moe import route
+
+    weights, experts = route(logits, top, dtype)
+    probs = logits.float().softmax(-1)
+    best = probs.topk(top, -1).values
+    torch.testing.assert_close(
+        weights.float(), best / best.sum(-1, keepdim=True), rtol=1e-2, atol=1e-3
+    )
+    got = block(x, weights, experts)
+    want = Experts.forward(block.double(), x.double(), weights.double(), experts.long())
+    torch.testing.assert_close(got.double(), want, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_norms(dtype):
+    for shape in ((5, 2048), (2, 7, 16, 256), (3, 32, 128), (4, 5120)):
+        x, gate = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
+        for module, inputs in (
+            (RMSNorm(shape[-1], 1e-6), (x,)),
+            (RMSNormGated(shape[-1], 1e-6), (x, gate)),
+        ):
+            module = module.to("cuda", dtype).requires_grad_(False)
+            module.weight.normal_()
+            got = module(*inputs)
+            want = module.double()(*(y.double() for y in inputs))
+            torch.testing.assert_close(got.double(), want, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_best_tokens(count, dtype):
+    from trtllm_treewy.triton_ops.topk import best_tokens
+
+    logits = torch.randn(300, 248320, device="cuda", dtype=dtype)
+    ids, scores = best_tokens(logits, count)
+    want = torch.log_softmax(logits.float(), -1).topk(count)
+    torch.testing.assert_close(scores, want.values, rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits.gather(1, ids), logits.gather(1, want.indices))
+    assert all(len(set(row)) == count for row in ids.tolist())

@@ -1,0 +1,244 @@
+"""The Triton kernels, played by Triton's interpreter, against plain torch.
+
+`tests/test_triton_ops.py` runs this file in a process of its own with TRITON_INTERPRET=1, which
+must be set before a kernel is defined.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from engine_world import tiny_config
+
+from trtllm_treewy.runtime.kv_cache import KvCache
+from trtllm_treewy.topology import ancestor_mask
+from trtllm_treewy.triton_ops import attention
+
+PAGE, SLOTS = 4, 5
+NAN = float("nan")
+
+
+def make_cache(kv_heads, dim, dtype):
+    cache = KvCache(1, 60, PAGE, kv_heads, dim, dtype, "cpu", SLOTS, 48)
+    # Blocks in another order than rows, and slots that hold different numbers of them.
+    for rows in (4, 13, 30, 48):
+        for slot in range(SLOTS):
+            cache.try_reserve(slot, max(1, rows - 3 * slot))
+    torch.nn.init.normal_(cache.k)
+    torch.nn.init.normal_(cache.v)
+    return cache
+
+
+def random_tree(nodes):
+    parents = [-1] + [int(torch.randint(0, t, ())) for t in range(1, nodes)]
+    return torch.tensor([parents], dtype=torch.int32)
+
+
+def random_step(batch, nodes, kv_heads, groups, dim, dtype):
+    counts = torch.randint(1, nodes + 1, (batch,), dtype=torch.int32)
+    parents = torch.cat([random_tree(nodes) for _ in range(batch)])
+    real = torch.arange(nodes) < counts[:, None]
+    own = ancestor_mask(parents, counts) & real[:, :, None]
+    slot = torch.randperm(SLOTS)[:batch].int()
+    slot[-1] = -1
+    context = torch.randint(0, 24, (batch,), dtype=torch.int32)
+    context[0] = 0
+    q = torch.randn(batch, nodes, kv_heads * groups, 2 * dim).to(dtype)[..., :dim]
+    k, v = (torch.randn(batch, nodes, kv_heads, dim).to(dtype) for _ in range(2))
+    return slot, context, own, q, k, v
+
+
+def torch_attention(cache, slot, context, own, q, k, v, scale):
+    batch, nodes, entries = own.shape
+    rows = torch.arange(int(context.max()) + entries)
+    behind = rows - context[:, None]
+    seen = own.gather(2, behind.clamp(0, entries - 1)[:, None].expand(-1, nodes, -1).long())
+    mask = (behind < 0)[:, None] | (seen & ((behind >= 0) & (behind < entries))[:, None])
+    real = own.any(-1)
+    mask = mask & real[:, :, None]
+    offsets = torch.where(real, context[:, None] + torch.arange(nodes), -1)
+    return cache.step(slot, offsets, mask).attend(0, q, k, v, scale), offsets
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("kv_heads", "groups", "dim", "nodes"), [(2, 4, 16, 5), (1, 3, 24, 9), (2, 8, 32, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # no bf16 products there
+def test_tree_attention_is_that_of_torch(kv_heads, groups, dim, nodes, dtype, splits):
+    cache = make_cache(kv_heads, dim, dtype)
+    slot, context, own, q, k, v = random_step(4, nodes, kv_heads, groups, dim, dtype)
+    want, offsets = torch_attention(cache, slot, context, own, q, k, v, 0.3)
+    target = cache._physical(slot, offsets)
+    got_cache = make_cache(kv_heads, dim, dtype)
+    got_cache.k.copy_(cache.k)
+    got_cache.v.copy_(cache.v)
+    attention.append_rows(k, v, got_cache.k[0], got_cache.v[0], target)
+    sink = cache.num_blocks * PAGE
+    assert torch.equal(got_cache.k[:, :, :sink], cache.k[:, :, :sink])
+    assert torch.equal(got_cache.v[:, :, :sink], cache.v[:, :, :sink])
+    got = attention.tree_attention(
+        q, cache.k[0], cache.v[0], cache.block_table, slot, context, own, 0.3,
+        page=PAGE, num_blocks=cache.num_blocks,
+        tiles=attention.Tiles(16, 16, splits, 4, 2),
+    )  # fmt: skip
+    # Queries beyond a tree's nodes attend its context here, and nothing there; nobody reads them.
+    real = own.any(-1) & (slot >= 0)[:, None]
+    close = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got[real], want[real], **close)
+    assert not got[-1].any()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_what_is_not_attended_reaches_nobody(splits):
+    """CASES 9, 14: NaN in a sibling, behind the tree and in the sink; NaN where it is attended."""
+    cache = make_cache(1, 16, torch.float32)
+    context = torch.tensor([6, 3], dtype=torch.int32)
+    slot = torch.tensor([1, 2], dtype=torch.int32)
+    parents = torch.tensor([[-1, 0, 0, 1]] * 2, dtype=torch.int32)
+    own = ancestor_mask(parents, torch.tensor([4, 4]))
+    q, k, v = (torch.randn(2, 4, heads, 16) for heads in (2, 1, 1))
+    k[0, 2], v[1, 2] = NAN, NAN
+    offsets = context[:, None] + torch.arange(4)
+    behind = cache._physical(slot, offsets[:, -1:] + 1)
+    cache.k[:, :, behind] = NAN
+    cache.v[:, :, behind] = NAN
+    cache.k[:, :, cache.num_blocks * PAGE :] = NAN
+    attention.append_rows(k, v, cache.k[0], cache.v[0], cache._physical(slot, offsets))
+    got = attention.tree_attention(
+        q, cache.k[0], cache.v[0], cache.block_table, slot, context, own, 1.0,
+        page=PAGE, num_blocks=cache.num_blocks, tiles=attention.Tiles(16, 16, splits, 4, 2),
+    )  # fmt: skip
+    assert got[:, [0, 1, 3]].isfinite().all()
+    assert got[:, 2].isnan().all()
+
+
+def test_tiles_fill_the_gpu_and_stay_within_its_memory():
+    for batch in (1, 8, 64, 256):
+        for rows in (8, 32, 120, 320):
+            tiles = attention.choose_tiles(batch, 2, rows, 256, 8192, 132, 227 * 1024, 2)
+            programs = batch * 2 * -(-rows // tiles.block_m) * tiles.splits
+            assert programs >= 132 or tiles.splits == attention.MAX_SPLITS
+            assert tiles.splits == 1 or programs < 4 * 132
+    assert attention.choose_tiles(1, 2, 8, 128, 200, 132, 99 * 1024, 2).splits == 1
+
+
+# ------------------------------------------------------------------ the rest of the model
+
+
+def test_norms_are_those_of_torch():
+    from trtllm_treewy.model.norm import RMSNorm, RMSNormGated
+
+    for shape in ((3, 24), (2, 5, 4, 16), (7,), (0, 16)):
+        plain, gated = RMSNorm(shape[-1], 1e-6), RMSNormGated(shape[-1], 1e-6)
+        torch.nn.init.normal_(plain.weight)
+        torch.nn.init.normal_(gated.weight)
+        x, gate = torch.randn(shape), torch.randn(shape)
+        wide = torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
+        for given in (x, wide, x.half()):
+            torch.testing.assert_close(
+                plain(given), plain.double()(given.double()).to(given.dtype), rtol=1e-3, atol=1e-5
+            )
+            plain.float()
+        want = gated.double()(x.double(), gate.double()).float()
+        torch.testing.assert_close(gated.float()(x, gate), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("experts", "top"), [(8, 2), (6, 3), (16, 8)])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_experts_are_those_of_torch(tokens, experts, top):
+    from trtllm_treewy.model.mlp import Experts, Router
+    from trtllm_treewy.triton_ops import moe
+
+    block, router = Experts(experts, 24, 20), Router(24, experts, top)
+    for parameter in (*block.parameters(), *router.parameters()):
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(tokens, 24)
+    weights, ids = router(x)
+    probs = torch.softmax(x @ router.weight.T, -1).topk(top)
+    assert torch.equal(ids.long(), probs.indices)
+    want_weights = probs.values / probs.values.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, want_weights)
+    want = block.double()(x.double(), weights.double(), ids.long()).float()
+    block.float()
+    tiles = moe.Tiles(16, 16, 16, 4, 2)
+    got = moe.run_experts(x, weights, ids, block.gate_up_proj, block.down_proj, tiles).sum(1)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tally_from", [0, 1000])
+def test_one_expert_for_all_and_experts_that_nobody_wants(monkeypatch, tally_from):
+    from trtllm_treewy.model.mlp import Experts
+    from trtllm_treewy.triton_ops import moe
+
+    monkeypatch.setattr(moe, "TALLY_FROM", tally_from)
+    block = Experts(4, 16, 16)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    x, ids = torch.randn(37, 16), torch.full((37, 1), 2, dtype=torch.int32)
+    weights = torch.rand(37, 1)
+    want = block.double()(x.double(), weights.double(), ids.long()).float()
+    block.float()
+    tiles = moe.Tiles(16, 16, 16, 4, 2)
+    got = moe.run_experts(x, weights, ids, block.gate_up_proj, block.down_proj, tiles).sum(1)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_blocks_are_those_of_torch(monkeypatch, tokens):
+    from trtllm_treewy import triton_ops
+    from trtllm_treewy.model.mlp import MLP, SparseMoE
+
+    config = tiny_config(moe=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    x = torch.randn(tokens, config.hidden_size)
+    for block in (SparseMoE(config), MLP(config.hidden_size, 40)):
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter)
+        got = block(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_ops, "serves", lambda x: False)
+            torch.testing.assert_close(got, block(x), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(61, 1), (61, 5), (9000, 3), (5, 5)])
+def test_best_tokens_are_those_of_topk(vocab, count):
+    from trtllm_treewy.triton_ops import topk
+
+    logits = torch.randn(4, vocab)
+    logits[1, 3] = float("-inf")
+    ids, scores = topk.best_tokens(logits, count)
+    want = torch.log_softmax(logits, -1).topk(count)
+    assert torch.equal(ids, want.indices)
+    torch.testing.assert_close(scores, want.values, rtol=1e-5, atol=1e-5)
+    logits[2, 1] = NAN
+    ids, scores = topk.best_tokens(logits, count)
+    assert ((ids >= 0) & (ids < vocab)).all()
+    assert scores[2].isnan().any()
+    assert scores[[0, 1, 3]].isfinite().any()
+
+
+def test_a_model_and_its_captured_steps_give_the_tokens_of_torch(monkeypatch):
+    """The whole of a step by the kernels: attention, experts, norms, drafts."""
+    from engine_world import make_request, run, tiny_model
+    from test_cuda_graphs import TOPOLOGIES, agreeable, graph_engine, random_jobs
+
+    from trtllm_treewy import triton_ops
+
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    config = tiny_config(moe=True, shared_expert_intermediate_size=8, **sizes)
+    model, jobs = agreeable(tiny_model(3, config)), random_jobs(2, 3)
+    serves = triton_ops.serves
+    texts = []
+    for rule in (lambda x: False, serves):
+        monkeypatch.setattr(triton_ops, "serves", rule)
+        engine = graph_engine(model, TOPOLOGIES["tree"])
+        requests = [make_request(i, prompt[:6], 5) for i, (prompt, _) in enumerate(jobs)]
+        run(engine, requests)
+        assert engine.stats.graph_steps
+        assert engine.stats.accepted_tokens
+        texts.append([list(r.output_token_ids) for r in requests])
+    assert texts[0] == texts[1]
