@@ -45,6 +45,8 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> None:
         add_tensor_parallel(
             engine, "GPUs that the model is divided over, from --device on (default: %(default)s)"
         )
+    else:
+        parser.set_defaults(tensor_parallel_size=1)
     engine.add_argument(
         "--max-batch-size",
         type=positive,
