@@ -74,7 +74,7 @@ def agreeable(model):
         model.mtp.pre_fc_norm_embedding.weight.zero_()
         hidden = model.config.hidden_size
         model.mtp.fc.weight.mul_(0.05)
-        model.mtp.fc.weight[:, :hidden] += torch.eye(hidden)
+        model.mtp.fc.weight[:, :hidden] += torch.eye(hidden).to(model.mtp.fc.weight)
     return model
 
 
