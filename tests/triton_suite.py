@@ -188,6 +188,43 @@ def test_one_expert_for_all_and_experts_that_nobody_wants(monkeypatch, tally_fro
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("experts", [6, 8])  # with and without padding
+def test_a_row_with_nan_keeps_weights_of_nan_and_experts_of_its_own(experts):
+    from trtllm_treewy.triton_ops import moe
+
+    logits = torch.randn(4, experts)
+    logits[1, 2], logits[2], logits[3, 1] = NAN, NAN, float("-inf")
+    weights, ids = moe.route(logits, 3, torch.float32)
+    assert weights[[1, 2]].isnan().all()
+    assert ids[[1, 2]].tolist() == [[0, 1, 2]] * 2
+    want = torch.softmax(logits[[0, 3]], -1).topk(3)
+    assert torch.equal(ids[[0, 3]].long(), want.indices)
+    torch.testing.assert_close(weights[[0, 3]], want.values / want.values.sum(-1, keepdim=True))
+
+
+def test_a_token_with_nan_reaches_no_other():
+    """Through experts' tiles, norms and mixed outputs, with NaN behind every row too."""
+    from trtllm_treewy.model.mlp import Experts
+    from trtllm_treewy.model.norm import RMSNorm
+    from trtllm_treewy.triton_ops import elementwise, moe
+
+    block, norm = Experts(6, 24, 20), RMSNorm(24, 1e-6)
+    for parameter in (*block.parameters(), *norm.parameters()):
+        torch.nn.init.normal_(parameter)
+    x = torch.full((40, 32), NAN)[:, :24]
+    x[:] = torch.randn(40, 24)
+    x[3] = NAN
+    others = torch.arange(40) != 3
+    weights, ids = moe.route(torch.randn(40, 6), 2, torch.float32)
+    tiles = moe.Tiles(16, 16, 16, 4, 2)
+    y = moe.run_experts(x, weights, ids, block.gate_up_proj, block.down_proj, tiles)
+    mixed = elementwise.mix(y, x.contiguous(), torch.randn(40, 1))
+    silu = elementwise.silu_mul(x, x)
+    for got in (y.flatten(1), mixed, silu, norm(x)):
+        assert got[others].isfinite().all()
+        assert got[3].isnan().all()
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_blocks_are_those_of_torch(monkeypatch, tokens):
     from trtllm_treewy import triton_ops

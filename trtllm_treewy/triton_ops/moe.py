@@ -36,15 +36,17 @@ def _route(
     x = tl.load(logit_ptr + token * experts + ids, ids < experts, other=float("-inf"))
     x = x.to(tl.float32)
     x = tl.exp(x - tl.max(x, 0))
-    x = tl.where(ids < experts, x / tl.sum(x, 0), -1.0)
+    whole = tl.sum(x, 0)
+    # A row with a NaN is one of zeros: it takes the first experts, and its weights are 0 / 0. NaN
+    # themselves would not last, because a maximum passes over them.
+    x = tl.where(whole == whole, x / whole, 0.0)
+    x = tl.where(ids < experts, x, -1.0)
     place = tl.arange(0, PADDED)
     chosen = tl.zeros((PADDED,), tl.float32)
     total = 0.0
     for k in tl.static_range(TOP):
         best = tl.max(x, 0)
-        # A row of NaN takes the first experts, and stays NaN by its weights.
         expert = tl.min(tl.where(x == best, ids, SIZE), 0)
-        expert = tl.where(expert < experts, expert, k)
         tl.store(expert_ptr + token * TOP + k, expert)
         chosen = tl.where(place == k, best, chosen)
         total += best
@@ -209,7 +211,8 @@ def route(logits: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
         dtype: of the weights.
 
     Returns:
-        Weights [T, top_k] and experts int32 [T, top_k], the best first.
+        Weights [T, top_k] and experts int32 [T, top_k], the best first. A row with a NaN has NaN
+        weights, and the first experts.
     """
     tokens, experts = logits.shape
     weights = torch.empty(tokens, top_k, dtype=dtype, device=logits.device)
