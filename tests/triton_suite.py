@@ -13,6 +13,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 from engine_world import tiny_config
+from paged_attention_cases import make_case, unwritten_is_nan
 
 from trtllm_treewy.runtime.kv_cache import KvCache
 from trtllm_treewy.topology import ancestor_mask
@@ -20,6 +21,15 @@ from trtllm_treewy.triton_ops import attention
 
 PAGE, SLOTS = 4, 5
 NAN = float("nan")
+# Multiprocessors, and bytes of shared memory that a block may have.
+GPUS = {"H200": (132, 227 * 1024), "L4": (58, 99 * 1024)}
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """A kernel that reads what no kernel wrote, or leaves some of its output, gives NaN."""
+    with unwritten_is_nan():
+        yield
 
 
 def make_cache(kv_heads, dim, dtype):
@@ -27,7 +37,7 @@ def make_cache(kv_heads, dim, dtype):
     # Blocks in another order than rows, and slots that hold different numbers of them.
     for rows in (4, 13, 30, 48):
         for slot in range(SLOTS):
-            cache.try_reserve(slot, max(1, rows - 3 * slot))
+            assert cache.try_reserve(slot, max(1, rows - 3 * slot))
     torch.nn.init.normal_(cache.k)
     torch.nn.init.normal_(cache.v)
     return cache
@@ -115,6 +125,39 @@ def test_what_is_not_attended_reaches_nobody(splits):
     )  # fmt: skip
     assert got[:, [0, 1, 3]].isfinite().all()
     assert got[:, 2].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "batch", "nodes", "short", "longest", "sizes", "splits"),
+    [
+        ("H200", torch.float32, 1, 1, False, 2200, (1, 4, 64), 16),
+        ("H200", torch.float16, 1, 4, True, 2200, (2, 8, 256), 16),
+        ("H200", torch.float16, 3, 15, False, 1000, (1, 4, 64), 16),
+        ("H200", torch.float32, 8, 40, False, 300, (1, 4, 64), 8),
+        ("H200", torch.float16, 8, 40, True, 200, (1, 4, 64), 8),
+        ("H200", torch.float32, 2, 128, False, 60, (1, 4, 64), 16),
+        ("H200", torch.float32, 8, 40, True, 60, (4, 3, 128), 1),
+        ("H200", torch.float32, 8, 40, False, 8, (2, 8, 256), 1),
+        ("L4", torch.float32, 3, 15, True, 500, (1, 4, 64), 16),
+        ("L4", torch.float16, 1, 4, False, 500, (2, 8, 256), 16),
+    ],
+)
+def test_trees_by_the_plan_of_a_gpu(
+    monkeypatch, gpu, dtype, batch, nodes, short, longest, sizes, splits
+):
+    """The sizes of the GPU's own tests, with a GPU's tiles; `short` leaves rows without blocks."""
+    plans, choose = [], attention.choose_tiles
+    monkeypatch.setattr(attention, "processors", lambda device: GPUS[gpu])
+    monkeypatch.setattr(
+        attention, "choose_tiles", lambda *given: plans.append(choose(*given)) or plans[-1]
+    )
+    case = make_case(batch, nodes, *sizes, dtype, "cpu", longest, short)
+    scale = sizes[-1] ** -0.5
+    want = case.expected(scale)[case.real]
+    got = case.run(scale)[case.real]
+    assert [tiles.splits for tiles in plans] == [splits]
+    error = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(got.double(), want, rtol=error, atol=error)
 
 
 def test_tiles_fill_the_gpu_and_stay_within_its_memory():

@@ -272,7 +272,8 @@ def tree_attention(
     Args:
         q: [B, Nq, heads, D], last dimension contiguous.
         k_pool, v_pool: [kv_heads, rows, D], one layer's, contiguous, in q's type or another.
-        block_table: int64 [slots, W], contiguous; `num_blocks` where there is no block.
+        block_table: int64 [slots, W], contiguous; `num_blocks` where there is no block, whose rows
+            nobody attends.
         slot: int32 [B]; rows with -1 output zero.
         context_lens: int32 [B], rows that every query of a sequence attends.
         own: bool [B, Nq, E], contiguous: whether a query attends row `context_lens + e`.
