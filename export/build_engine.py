@@ -42,7 +42,7 @@ from .tensorrt_builder import NetworkBuilder
 
 TIMING_CACHE = "timing.cache"
 # Of a checkpoint, what text needs.
-_TEXT_FILES = (
+TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -143,7 +143,7 @@ def build_engine_directory(
     if plan.up_to_date and not force:
         return False
     _check_space(plan)
-    with _new_directory(plan.output) as folder:
+    with new_directory(plan.output) as folder:
         config = _build(plan, options, builder, folder, progress)
         _write_config(plan.checkpoint, folder, config)
     return True
@@ -241,7 +241,7 @@ def _inputs(checkpoint: Path, options: BuildOptions, builder: NetworkBuilder | N
     """Digest of what a build depends on; files by name, length and time, as they are large."""
     files: dict[str, tuple[int, int | str]] = {}
     for path in sorted(checkpoint.iterdir()):
-        if path.suffix == ".safetensors" or path.name in _TEXT_FILES:
+        if path.suffix == ".safetensors" or path.name in TEXT_FILES:
             status = path.stat()
             files[path.name] = status.st_size, status.st_mtime_ns
         elif path.suffix == ".json":
@@ -264,7 +264,7 @@ def _check_space(plan: BuildPlan) -> None:
 
 
 @contextmanager
-def _new_directory(output: Path) -> Iterator[Path]:
+def new_directory(output: Path) -> Iterator[Path]:
     """A directory that takes the place of `output` at the end, or goes if anything is raised."""
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -332,7 +332,7 @@ def _build(
         scratch = _build_networks(plan, options, builder, folder, seconds, progress)
         for path in onnx_files:
             path.unlink()
-    for name in _TEXT_FILES:
+    for name in TEXT_FILES:
         if (plan.checkpoint / name).is_file():
             shutil.copyfile(plan.checkpoint / name, folder / name)
     files = {

@@ -240,9 +240,9 @@ def _output(output: Path, dry_run: bool) -> Iterator[Path]:
     if mpi_world_size() > 1:
         yield output
         return
-    from .build_engine import _new_directory
+    from .build_engine import new_directory
 
-    with _new_directory(output) as folder:
+    with new_directory(output) as folder:
         yield folder
 
 

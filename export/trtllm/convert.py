@@ -28,7 +28,7 @@ from trtllm_treewy.trtllm_config import (
     model_config,
 )
 
-from ..build_engine import _TEXT_FILES, _new_directory
+from ..build_engine import TEXT_FILES, new_directory
 from ..checkpoint import DTYPES, Source, find_sources, read_tensors, resolve_dtype
 from ..onnx_export import parameter_shapes
 from .safetensors_writer import SafetensorsWriter
@@ -85,7 +85,7 @@ def convert_checkpoint(
     _check_output(checkpoint, output)
     name = str(target_dtype).removeprefix("torch.")
     settings = checkpoint_config(config, name, ranks, max_position_embeddings)
-    with _new_directory(output) as folder:
+    with new_directory(output) as folder:
         _write_ranks(folder, wanted, sources, config, ranks, target_dtype, progress)
         _write_drafter(folder, sources, target_dtype)
         copy_text_files(checkpoint, folder)
@@ -128,7 +128,7 @@ def load_checkpoint(directory: str | Path) -> Qwen3_5ForCausalLM:
 
 def copy_text_files(source: Path, target: Path) -> None:
     """Copies tokenizer, chat template and generation config where there are some."""
-    for name in _TEXT_FILES:
+    for name in TEXT_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(describe(plan_build(args.model, args.output, options, builder)))
         return EXIT_OK
-    show = None if args.quiet or not sys.stderr.isatty() else _Bars()
+    show = None if args.quiet or not sys.stderr.isatty() else Bars()
     try:
         built = build_engine_directory(
             args.model, args.output, options, builder, force=args.force, progress=show
@@ -109,7 +109,7 @@ def describe(plan: BuildPlan) -> str:
     return "\n".join(lines)
 
 
-class _Bars:
+class Bars:
     """A progress bar for each stage."""
 
     def __init__(self) -> None:

@@ -12,9 +12,9 @@ from .streams import write_err
 def convert(args: argparse.Namespace) -> int:
     """Converts a checkpoint; an exit code."""
     from ..export.trtllm.convert import convert_checkpoint
-    from .build import _Bars
+    from .build import Bars
 
-    bars = None if args.quiet or not sys.stderr.isatty() else _Bars()
+    bars = None if args.quiet or not sys.stderr.isatty() else Bars()
     try:
         convert_checkpoint(
             args.model,
