@@ -69,6 +69,7 @@ def build_engine(
     make_ranks: Callable[[], RankGroup] | None = None,
     graphs: CudaGraphConfig | None = None,
     capture: Callable[[int, int], None] | None = None,
+    free: int | None = None,
 ) -> tuple[Engine, dict[str, int]]:
     """An engine, and its memory in bytes by name (see `LLM.memory_report`).
 
@@ -84,6 +85,8 @@ def build_engine(
         make_ranks: starts the ranks, which load the model in place of `load`.
         graphs: which steps are captured, None for none; those of the torch executor alone can be.
         capture: called with (shapes captured, shapes in all).
+        free: bytes that may be allocated, the weights included, where that is not what `device` has
+            left: the model may be there already.
 
     Raises:
         ValueError: a limit that makes no sense, or speculation that the model cannot do.
@@ -97,7 +100,9 @@ def build_engine(
         graphs = None
     ranks = make_ranks() if make_ranks is not None else None
     try:
-        part, free = (config, None) if ranks is None else (ranks.config, ranks.free_memory)
+        part = config
+        if ranks is not None:
+            part, free = ranks.config, ranks.free_memory
         sizes = plan_sequence(part, speculation, cache, dtype, max_seq_len, stash["stash"])
         budget = plan_memory(
             part,

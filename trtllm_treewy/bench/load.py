@@ -33,9 +33,12 @@ class LoadSpec:
         num_requests: how many.
         mean_input_len, mean_output_len: tokens; lengths are log-normal about these means.
         max_len: most tokens of a prompt and its output.
-        request_rate: requests a second at exponential distances (a Poisson process), or None.
+        request_rate: requests a second, or None.
         concurrency: requests under way at any time, where there is no rate.
         seed: of everything random.
+        sigma: spread of the logarithm of the lengths; 0 makes all of them their mean.
+        burstiness: shape of the gamma distribution of the distances between requests: 1 is a
+            Poisson process, less comes in bursts (the distances deviate by burstiness^-1/2 means).
     """
 
     num_requests: int
@@ -45,6 +48,8 @@ class LoadSpec:
     request_rate: float | None
     concurrency: int
     seed: int
+    sigma: float = SIGMA
+    burstiness: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,35 +71,50 @@ def plan_load(spec: LoadSpec, text: str, tokenizer: Any | None) -> list[PlannedR
             about the right length.
 
     Raises:
-        ValueError: `max_len` leaves no room for a prompt and an output.
+        ValueError: `max_len` leaves no room for a prompt and an output, or `burstiness` is no
+            shape of a distribution.
     """
     if spec.max_len < 2 * MIN_LENGTH:
         raise ValueError(f"max_len is {spec.max_len}, expected at least {2 * MIN_LENGTH}")
+    if spec.burstiness <= 0:
+        raise ValueError(f"burstiness is {spec.burstiness}, expected a number above 0")
     random = np.random.default_rng(spec.seed)
     units: Sequence[Any] = text.split()
     if tokenizer is not None:
         units = tokenizer.encode(text, add_special_tokens=False)
     if not len(units):
         raise ValueError("the text that prompts are cut from is empty")
-    inputs = lengths(random, spec.mean_input_len, spec.max_len - MIN_LENGTH, spec.num_requests)
-    outputs = lengths(random, spec.mean_output_len, spec.max_len, spec.num_requests)
-    gaps = np.zeros(spec.num_requests)
+    count, sigma = spec.num_requests, spec.sigma
+    inputs = lengths(random, spec.mean_input_len, spec.max_len - MIN_LENGTH, count, sigma)
+    outputs = lengths(random, spec.mean_output_len, spec.max_len, count, sigma)
+    gaps = np.zeros(count)
     if spec.request_rate is not None:
-        gaps[1:] = random.exponential(1 / spec.request_rate, spec.num_requests - 1)
-    starts = random.integers(0, len(units), spec.num_requests)
+        gaps[1:] = _gaps(random, spec.request_rate, spec.burstiness, count - 1)
+    starts = random.integers(0, len(units), count)
     requests = []
     for size, wanted, at, start in zip(inputs, outputs, np.cumsum(gaps), starts, strict=True):
-        count = size if tokenizer is not None else max(1, round(size * WORDS_PER_TOKEN))
-        cut = [units[(int(start) + index) % len(units)] for index in range(count)]
+        taken = size if tokenizer is not None else max(1, round(size * WORDS_PER_TOKEN))
+        cut = [units[(int(start) + index) % len(units)] for index in range(taken)]
         prompt = cut if tokenizer is not None else " ".join(cut)
         requests.append(PlannedRequest(prompt, min(wanted, spec.max_len - size), float(at)))
     return requests
 
 
-def lengths(random: np.random.Generator, mean: int, most: int, count: int) -> list[int]:
+def lengths(
+    random: np.random.Generator, mean: int, most: int, count: int, sigma: float = SIGMA
+) -> list[int]:
     """`count` log-normal lengths with this mean before they are cut to [MIN_LENGTH, most]."""
-    drawn = random.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, count)
+    drawn = random.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
     return [int(value) for value in np.clip(np.rint(drawn), MIN_LENGTH, most)]
+
+
+def _gaps(
+    random: np.random.Generator, rate: float, burstiness: float, count: int
+) -> np.ndarray[Any, Any]:
+    """Seconds between requests, 1 / rate on average."""
+    if burstiness == 1.0:
+        return random.exponential(1 / rate, count)
+    return random.gamma(burstiness, 1 / (rate * burstiness), count)
 
 
 def made_up_text(seed: int, sentences: int = 2000) -> str:

@@ -32,20 +32,21 @@ def summarise(measurement: Measurement) -> dict[str, Any]:
         "requests_per_second": round(len(done) / seconds, 4),
         "output_tokens_per_second": round(output / seconds, 4),
         "total_tokens_per_second": round((prompt + output) / seconds, 4),
-        "ttft": _spread([result.ttft for result in done]),
-        "tpot": _spread([result.tpot for result in done if result.tpot is not None]),
-        "latency": _spread([result.latency for result in done]),
+        "ttft": spread([result.ttft for result in done]),
+        "tpot": spread([result.tpot for result in done if result.tpot is not None]),
+        "latency": spread([result.latency for result in done]),
         "speculation": sum(stats, AcceptanceStats()).to_dict() if stats else None,
     }
 
 
-def _spread(values: list[float]) -> dict[str, float] | None:
+def spread(values: list[float]) -> dict[str, float] | None:
+    """Mean and percentiles; None where there are no values."""
     if not values:
         return None
-    spread = {"mean": float(np.mean(values))}
+    found = {"mean": float(np.mean(values))}
     for percentile in PERCENTILES:
-        spread[f"p{percentile}"] = float(np.percentile(values, percentile))
-    return {name: round(value, 6) for name, value in spread.items()}
+        found[f"p{percentile}"] = float(np.percentile(values, percentile))
+    return {name: round(value, 6) for name, value in found.items()}
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -53,7 +54,8 @@ def table(summary: dict[str, Any]) -> str:
     load = summary["load"]
     how = f"{load['concurrency']} at a time"
     if load["request_rate"] is not None:
-        how = f"{load['request_rate']:g} a second (Poisson)"
+        process = "Poisson" if load["burstiness"] == 1 else f"burstiness {load['burstiness']:g}"
+        how = f"{load['request_rate']:g} a second ({process})"
     lines = [
         f"{summary['completed']} requests, {how}, in {summary['seconds']:.1f} s; "
         f"{summary['failed']} failed",
@@ -68,8 +70,8 @@ def table(summary: dict[str, Any]) -> str:
     names = ("mean", *(f"p{percentile}" for percentile in PERCENTILES))
     lines += ["", f"{'ms':22}" + "".join(f"{name:>10}" for name in names)]
     for key, title in _ROWS:
-        spread = summary[key]
-        cells = [f"{1000 * spread[name]:10.2f}" if spread else f"{'-':>10}" for name in names]
+        found = summary[key]
+        cells = [f"{1000 * found[name]:10.2f}" if found else f"{'-':>10}" for name in names]
         lines.append(f"{title:22}" + "".join(cells))
     lines += [f"failed: {error}" for error in summary["errors"]]
     return "\n".join(lines)
