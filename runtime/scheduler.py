@@ -130,10 +130,13 @@ class Scheduler:
 
     def admit(self) -> list[Admission]:
         """Gives slots to those who wait, in order, as long as the first of them fits."""
-        admissions = []
+        admissions: list[Admission] = []
+        if not (self._waiting and self._free_slots):
+            return admissions
+        # Who holds all that it can ever need takes no block from the one that is admitted.
+        others = sum(self._memory.may_grow(other) for other in self._admitted)
         while self._waiting and self._free_slots:
             request = self._waiting[0]
-            others = len(self._admitted)
             # It holds its slot before anything is allocated: whatever interrupts the allocation,
             # `cancel` finds the request and gives back what it got.
             request.slot = self._free_slots[-1]
@@ -147,6 +150,7 @@ class Scheduler:
                 self._return_slot(request)
                 break
             admissions.append(Admission(request, prefix))
+            others += self._memory.may_grow(request)
         return admissions
 
     def prompt_tokens(self) -> int:

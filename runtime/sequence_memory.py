@@ -40,7 +40,7 @@ class SequenceMemory:
 
         Args:
             request: with its slot.
-            others: sequences that run; a block is left for each of them to grow into.
+            others: sequences that run and may grow; a block is left for each of them.
 
         Returns:
             False if there is no room. Otherwise the prefix that it starts from, None for none.
@@ -61,7 +61,8 @@ class SequenceMemory:
             self._prefixes.unpin(match)
         if match.prefix is None or others:
             return False
-        # Alone, and the cache itself is in the way: its copy and the sequence's do not both fit.
+        # Nobody else grows, and the cache itself is in the way: its copy and the sequence's do not
+        # both fit.
         if not self._fits(self.blocks_needed(request.num_to_prefill)):
             return False
         return self._seat(request, Match(None, match.num_shared))
@@ -81,6 +82,11 @@ class SequenceMemory:
             self._stats.prefix_hits += prefix is not None
             self._stats.prefix_hit_tokens += request.num_computed
         return prefix
+
+    def may_grow(self, request: Request) -> bool:
+        """Whether a request with a slot may need more blocks than it holds."""
+        held = len(self._executor.pages.blocks(_slot(request)))
+        return held < self.blocks_needed(request.max_total_tokens)
 
     def try_grow(self, request: Request, ahead: int = 0) -> bool:
         """Makes room for a tree behind what is computed; False if there is none.

@@ -190,6 +190,32 @@ def test_waiting_requests_are_admitted_in_order(model):
     check_nothing_leaked(engine)
 
 
+def test_every_slot_is_filled_where_nobody_can_grow(model):
+    """Blocks for four whole sequences hold four, though none is left over when the last comes."""
+    executor = make_executor(model, num_blocks=4, scratch_rows=2, tokens_per_block=16)
+    engine = make_engine(executor)
+    requests = [make_request(number, [number + 1] * 6, 8) for number in range(4)]
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    assert (engine.stats.running, engine.stats.waiting) == (4, 0)
+    run(engine, [])
+    assert engine.stats.preemptions == 0
+    check_nothing_leaked(engine)
+
+
+def test_a_block_is_left_for_each_that_may_grow(model):
+    executor = make_executor(model, num_blocks=4, scratch_rows=2, tokens_per_block=16)
+    engine = make_engine(executor)
+    for number in range(4):
+        engine.add(make_request(number, [number + 1] * 6, 20))  # two blocks in the end
+    engine.step()
+    assert (engine.stats.running, engine.stats.waiting) == (2, 2)
+    run(engine, [])
+    assert engine.stats.preemptions == 0
+    check_nothing_leaked(engine)
+
+
 def test_priority_goes_before_arrival(model):
     executor = make_executor(model, max_batch_size=1)
     engine = make_engine(executor)
