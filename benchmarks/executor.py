@@ -9,7 +9,8 @@ step and how much of it the GPU was idle, with acceptance drawn from a law. `--e
 functions uncaptured beside it; `--profile` adds the GPU time of a step by kind of kernel.
 
 Sequences start with `--context` tokens that are not computed: their states and cache rows are
-zero, which takes as long. A tree is its widths, or the length of a chain as one number.
+zero, which takes as long. Each goes on from another token, as the experts that a step reads are
+those of its tokens. A tree is its widths, or the length of a chain as one number.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from trtllm_treewy.draft_tree import TreeTopology
 from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.model.dummy import dummy_model
 from trtllm_treewy.runtime import build
+from trtllm_treewy.runtime.device_memory import free_memory
 from trtllm_treewy.runtime.engine import Engine
 from trtllm_treewy.runtime.request import Request
 from trtllm_treewy.sampling_params import SamplingParams
@@ -142,6 +144,7 @@ def make_engine(
         state_commit=args.policy,
         simulated_acceptance=tuple(law) if widths else None,
     )
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     longest = args.context + (args.steps + 8) * (len(widths) + 1)
     nodes = speculation.max_nodes
     with warnings.catch_warnings():
@@ -155,12 +158,14 @@ def make_engine(
                 max_tokens=batch * (longest + 2 * nodes + 64),
                 free_gpu_memory_fraction=1.0,
             ),
-            dtype=getattr(torch, args.dtype),
-            device=torch.device(args.device),
+            dtype=dtype,
+            device=device,
             max_batch_size=batch,
             max_seq_len=longest,
             max_num_tokens=max(8192, 2 * batch * nodes),
             graphs=CudaGraphConfig(batch_sizes=(batch,)),
+            # The weights are there already, and what is planned counts them again.
+            free=(free_memory(device) or 0) + build.weight_bytes(config, dtype),
         )
     return engine
 
@@ -173,12 +178,7 @@ def measure(
     row: dict[str, Any] = {"tree": tree, "batch": batch, "nodes": nodes, "context": args.context}
     try:
         started = time.perf_counter()
-        # The weights are there already: what is planned counts them again.
-        build_bytes, build.weight_bytes = build.weight_bytes, lambda *_: 0
-        try:
-            engine = make_engine(args, config, model, widths, batch)
-        finally:
-            build.weight_bytes = build_bytes
+        engine = make_engine(args, config, model, widths, batch)
         graphs = engine._executor.graphs
         row["capture_s"] = round(time.perf_counter() - started, 1)
         row["graph_MiB"] = graphs.memory_bytes >> 20
@@ -217,7 +217,9 @@ def place_sequences(engine: Engine, context: int) -> None:
     for admission in engine._scheduler.admit():
         request = admission.request
         request.num_computed = context
-        request.output_token_ids.append(2)
+        # Equal sequences would share their experts, and a step would read few of the weights.
+        vocab_size = engine._executor.model.config.vocab_size
+        request.output_token_ids.append((2 + request.request_id) % vocab_size)
         if engine._decoder is not None and engine._decoder.drafts:
             hidden = torch.zeros(
                 1,
@@ -226,7 +228,7 @@ def place_sequences(engine: Engine, context: int) -> None:
                 device=engine._executor.device,
             )
             engine._drafter.cache.resume(request.slot, context - 1)
-            engine._drafter.observe(request.slot, [2], hidden)
+            engine._drafter.observe(request.slot, request.output_token_ids[-1:], hidden)
 
 
 def time_parts(
@@ -256,7 +258,7 @@ def time_parts(
         if decoder.drafts:
             hidden = torch.zeros_like(engine._executor.graphs.buffers.pending_hidden[0, :1])
             engine._drafter.cache.resume(request.slot, request.context_len - 1)
-            engine._drafter.observe(request.slot, [2], hidden)
+            engine._drafter.observe(request.slot, request.output_token_ids[-1:], hidden)
     return {name: round(value, 4) for name, value in times.items()}
 
 
