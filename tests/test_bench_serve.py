@@ -62,6 +62,20 @@ def test_arrivals_are_a_poisson_process():
     assert abs(gaps.std() / gaps.mean() - 1) < 0.15
 
 
+def test_arrivals_in_bursts():
+    load_spec = spec(request_rate=20.0, burstiness=0.25, num_requests=4000)
+    gaps = np.diff([r.at for r in load.plan_load(load_spec, "word", Letters())])
+    assert abs(gaps.mean() - 1 / 20) < 0.005
+    assert abs(gaps.std() / gaps.mean() - 2) < 0.2  # burstiness ** -0.5
+    with pytest.raises(ValueError, match="burstiness is 0"):
+        load.plan_load(spec(burstiness=0.0), "word", None)
+
+
+def test_lengths_without_a_spread():
+    requests = load.plan_load(spec(sigma=0.0), "letters", Letters())
+    assert {(len(r.prompt), r.output_len) for r in requests} == {(100, 50)}
+
+
 def test_loads_that_cannot_be_made(tmp_path):
     with pytest.raises(ValueError, match="max_len is 7, expected at least 8"):
         load.plan_load(spec(max_len=7), "word", None)

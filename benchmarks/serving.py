@@ -1,0 +1,256 @@
+"""Serving by commit policy, tree, memory and load: the torch executor, with random weights.
+
+    python benchmarks/serving.py qwen3.5-35b-a3b --quick --output serving.json
+    python benchmarks/serving.py qwen3.5-35b-a3b --workload chat summary --fraction 0.6 0.75 0.9
+    python benchmarks/serving.py qwen3.5-35b-a3b --workload chat --concurrency --rate 4 8 16 \
+        --burstiness 1 0.25
+    python benchmarks/serving.py --from serving.json --markdown serving.md --plot serving.png
+
+Weights are made once. For every workload, memory fraction and way to decode an engine is built over
+them, as many sequences as the memory holds (at most --most), and every load is run on it. What
+counts as memory is the whole GPU's, or --memory; a fraction is of that, the weights included, as
+vLLM's gpu_memory_utilization is. Points are written to --output as they come, so that a run that
+is ended has them.
+
+Acceptance is drawn from a law by depth (--law), because random weights agree with nothing: speeds
+mean something, texts do not. A chain of 3 has a mean acceptance length of 3.24 unless told else.
+
+A load is so many requests at once, each followed by the next, or requests at a rate: a Poisson
+process, or with a burstiness below 1 gamma-distributed distances, as recorded traffic has them.
+Where requests are kept out by memory (none waits because of --most), a point is memory-bound; the
+tables are split by whether full snapshots are, more than 5% of the time. --quick is the anchor
+workload, prompts of 512 and outputs of 192 tokens, at three loads and two fractions.
+The parts are in `serving_bench/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where PYTHONSAFEPATH is set
+
+from serving_bench import points, report
+from serving_bench.measure import Effort, measure
+from serving_bench.points import Arrivals, Point, Setting, Site
+
+from trtllm_treewy.cli.sizes import format_size, parse_size
+
+# Sizes of captured steps where requests come at a rate.
+RATE_BATCHES = (1, 4, 16, 64, 128)
+CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+FRACTIONS = (0.6, 0.75, 0.9)
+WORKLOADS = ("chat", "generation", "summary", "anchor")
+TREES = ("3", "7", "2,2,2", "3,3,3", points.AUTO)
+QUICK: dict[str, Any] = {
+    "workload": ["anchor"],
+    "concurrency": [8, 64, 256],
+    "fraction": [0.65, 0.9],
+    "tree": ["3"],
+    "point_seconds": 45.0,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    check(parser, args)
+    if args.source:
+        try:
+            run = json.loads(args.source.read_text(encoding="utf-8"))
+            text = report.text(run)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"{args.source} is not a run of this script: {error!r}")
+    else:
+        run = measure_all(parser, args)
+        text = report.text(run)
+    print(text, end="")
+    if args.markdown:
+        args.markdown.write_text(text, encoding="utf-8")
+    if args.plot:
+        from serving_bench.plot import draw
+
+        draw(run["rows"], args.plot)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("model", nargs="?", help="a shipped config's name, or a directory with config.json")
+    add("--quick", action="store_true", help="a few points; other flags still hold")
+    add("--workload", nargs="+", choices=list(points.WORKLOADS), help=f"of {WORKLOADS}: all")
+    add("--fraction", type=float, nargs="+", help="of the memory (0.6 0.75 0.9)")
+    add("--policy", nargs="+", choices=points.POLICIES, help="none is no speculation (all)")
+    add("--tree", nargs="+", help="lengths of chains, widths, auto (3 7 2,2,2 3,3,3 auto)")
+    add("--concurrency", type=int, nargs="*", help="requests at once (1 2 4 ... 256)")
+    add("--rate", type=float, nargs="+", default=[], help="requests a second (none)")
+    add("--burstiness", type=float, nargs="+", default=[1.0], help="of rates (1: Poisson)")
+    add("--rate-seconds", type=float, default=60.0, help="how long requests come at a rate")
+    add("--most", type=int, default=256, help="sequences at once where memory allows")
+    add("--requests-per-sequence", type=int, default=2, help="of those at once")
+    add("--least-requests", type=int, default=8)
+    add("--point-seconds", type=float, help="after which a point is cut (never)")
+    add("--law", nargs="+", default=[], metavar="TREE=P,P", help="acceptance by depth, as 3=.9,.8")
+    add("--memory", type=parse_size, help="what counts as the whole memory (the GPU's)")
+    add("--layers", type=int, help="the first layers of the model alone")
+    add("--scale", type=float, default=1.0, help="factor on all lengths, for small models")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add("--state-dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--seed", type=int, default=0)
+    add("--device", default="cuda")
+    add("--output", type=Path, help="JSON of all points")
+    add("--markdown", type=Path, help="the tables that are printed, in a file as well")
+    add("--plot", type=Path, help="a picture; needs matplotlib")
+    add("--from", dest="source", type=Path, help="tables of a saved run")
+    return parser
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fills in what was not given, and refuses what cannot be, before anything is made."""
+    full = {
+        "workload": WORKLOADS, "fraction": FRACTIONS, "policy": points.POLICIES, "tree": TREES,
+        "concurrency": CONCURRENCY, "point_seconds": None,
+    }  # fmt: skip
+    for name, value in (full | (QUICK if args.quick else {})).items():
+        if getattr(args, name) is None:
+            setattr(args, name, list(value) if isinstance(value, tuple) else value)
+    for file in (args.output, args.markdown, args.plot):
+        if file is not None and not file.resolve().parent.is_dir():
+            parser.error(f"the directory of {file} does not exist")
+    if args.source:
+        return
+    if args.model is None:
+        parser.error("no model and no --from given")
+    if not args.concurrency and not args.rate:
+        parser.error("neither --concurrency nor --rate names a load")
+    positive = ("most", "requests_per_sequence", "least_requests", "scale", "rate_seconds")
+    for name in (*positive, "concurrency", "rate", "burstiness", "fraction", "point_seconds"):
+        value = getattr(args, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and number <= 0:
+                parser.error(f"--{name.replace('_', '-')}: expected above 0, got {number}")
+    if any(fraction > 1 for fraction in args.fraction):
+        parser.error(f"--fraction: expected at most 1, got {max(args.fraction)}")
+    try:
+        args.laws = laws(args.law)
+        for setting in points.settings(args.policy, args.tree):
+            setting.speculation(args.laws)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def laws(given: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """TREE=P,P,... by tree.
+
+    Raises:
+        ValueError: something else.
+    """
+    found = {}
+    for text in given:
+        tree, _, values = text.partition("=")
+        try:
+            found[tree] = tuple(float(value) for value in values.split(","))
+        except ValueError:
+            raise ValueError(f"--law: expected TREE=P,P,..., got {text!r}") from None
+        points.widths_of(tree)
+    return found
+
+
+def measure_all(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from executor import about, read_config
+    from serving_bench.engines import Ground
+
+    from trtllm_treewy.model.dummy import dummy_model
+
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("this takes a GPU, and torch sees none (--device cpu tries the script out)")
+    if args.device == "cpu" and args.memory is None:
+        parser.error("--device cpu needs --memory, which fractions are of")
+    device = torch.device(args.device)
+    memory = args.memory or torch.cuda.get_device_properties(device).total_memory
+    config = read_config(args.model, args.layers)
+    ways = points.settings(args.policy, args.tree)
+    facts = about(args, device) | {
+        "memory": memory,
+        "laws": {
+            way.tree: list(way.speculation(args.laws).simulated_acceptance or ())
+            for way in ways
+            if way.policy != points.NONE
+        },
+    }
+    facts["settings"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    started = time.perf_counter()
+    model = dummy_model(config, dtype=getattr(torch, args.dtype), device=device, seed=args.seed)
+    say(f"{format_size(memory)} of memory, weights made in {time.perf_counter() - started:.1f} s")
+    say("acceptance is simulated (--law): texts mean nothing")
+    sizes = sorted({*args.concurrency, *(RATE_BATCHES if args.rate else ())})
+    ground = Ground(
+        config, model, memory, args.most, sizes, args.state_dtype, args.laws,
+        captured=device.type == "cuda",
+    )  # fmt: skip
+    run: dict[str, Any] = {"about": facts, "rows": []}
+    workloads = [points.WORKLOADS[name].scaled(args.scale) for name in args.workload]
+    for site in points.sites(workloads, args.fraction, ways):
+        measure_site(args, ground, site, run)
+    return run
+
+
+def measure_site(args: argparse.Namespace, ground: Any, site: Site, run: dict[str, Any]) -> None:
+    """Adds the points of an engine to the run, and saves it."""
+    import torch
+    from serving_bench.engines import build_site, release
+
+    started = time.perf_counter()
+    effort = Effort(
+        args.requests_per_sequence, args.least_requests, args.rate_seconds, args.point_seconds,
+        args.seed,
+    )  # fmt: skip
+    built, failed = None, ""
+    try:
+        built = build_site(ground, site)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        failed = f"does not fit: {str(error)[:200]}"
+    else:
+        say(f"{_name(site)}: {built.slots} slots, {time.perf_counter() - started:.1f} s to build")
+    for arrivals in loads(args):
+        point = Point(site, arrivals)
+        row: dict[str, Any] = point.to_dict() | {"error": failed}
+        if built is not None:
+            try:
+                row = measure(built, point, effort, ground.config.vocab_size)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                row["error"] = f"ran out of memory: {str(error)[:200]}"
+        run["rows"].append(row)
+        speed = row.get("output_tokens_per_second", row.get("error"))
+        say(f"{_name(site)}, {arrivals.name}: {speed} tokens/s, {row.get('seconds', 0)} s")
+        if args.output:
+            args.output.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    del built
+    release(ground.device)
+
+
+def loads(args: argparse.Namespace) -> list[Arrivals]:
+    """So many at once, and every rate with every burstiness."""
+    closed = [Arrivals(concurrency=count) for count in args.concurrency]
+    return closed + [Arrivals(None, rate, b) for rate in args.rate for b in args.burstiness]
+
+
+def _name(site: Site) -> str:
+    setting: Setting = site.setting
+    return f"{site.workload.name}, fraction {site.fraction:g}, {setting.name}"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

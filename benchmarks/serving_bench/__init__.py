@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/serving.py`: points, engines, the loop, results, tables, pictures."""

@@ -1,0 +1,201 @@
+"""Runs a load on an engine, step by step in this thread, and watches what it holds meanwhile.
+
+The engine is stepped as `LLM.generate` does it, without the asynchronous front and its texts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from trtllm_treewy.bench.load import LoadSpec, PlannedRequest
+from trtllm_treewy.bench.target import RequestResult
+from trtllm_treewy.runtime.engine import Engine
+from trtllm_treewy.runtime.request import Request
+from trtllm_treewy.sampling_params import SamplingParams
+
+# Longest wait for the next request in one go, seconds.
+NAP = 0.05
+
+
+@dataclass
+class Watch:
+    """What the engine held, weighted by time.
+
+    Attributes:
+        slots_by_memory: whether memory, and not the load, set the number of slots.
+        seconds: watched.
+        bound_seconds: those of them in which a request waited that memory kept out, or a sequence
+            lost its memory.
+        running_seconds: sequences that ran, summed over time.
+        peak_running, peak_blocks, peak_slots: the most at one time.
+    """
+
+    slots_by_memory: bool
+    seconds: float = 0.0
+    bound_seconds: float = 0.0
+    running_seconds: float = 0.0
+    peak_running: int = 0
+    peak_blocks: int = 0
+    peak_slots: int = 0
+    _preemptions: int = 0
+    _ended: int = 0
+
+    @classmethod
+    def over(cls, engine: Engine, slots_by_memory: bool) -> Watch:
+        """A watch that begins now."""
+        stats = engine.stats
+        return cls(slots_by_memory, _preemptions=stats.preemptions, _ended=_ended(engine))
+
+    def note(self, engine: Engine, seconds: float) -> None:
+        """Takes note of a step, or of a time without one."""
+        stats = engine.stats
+        preempted = stats.preemptions > self._preemptions
+        ended, self._ended = _ended(engine) - self._ended, _ended(engine)
+        self._preemptions = stats.preemptions
+        # Who waited beside a free slot waited for KV blocks; slots of those that ended in this
+        # step were not free yet. Without one, memory kept it out only if it set their number.
+        by_memory = self.slots_by_memory or stats.slots_used + ended < stats.slots_total
+        self.seconds += seconds
+        self.bound_seconds += seconds * (preempted or (stats.waiting > 0 and by_memory))
+        self.running_seconds += seconds * stats.running
+        self.peak_running = max(self.peak_running, stats.running)
+        self.peak_blocks = max(self.peak_blocks, stats.kv_blocks_used)
+        self.peak_slots = max(self.peak_slots, stats.slots_used)
+
+
+def _ended(engine: Engine) -> int:
+    stats = engine.stats
+    return stats.requests_finished + stats.requests_cancelled + stats.requests_failed
+
+
+@dataclass
+class Run:
+    """A load that ran.
+
+    Attributes:
+        seconds: from its start to its last token, or until it was cut.
+        results: of requests that ended.
+        unfinished: of those that had not, where it was cut: without a first token, `arrivals` is
+            empty.
+        watch: what the engine held.
+        tokens: generated, those of unfinished requests among them.
+    """
+
+    start: float
+    watch: Watch
+    seconds: float = 0.0
+    results: list[RequestResult] = field(default_factory=list)
+    unfinished: list[RequestResult] = field(default_factory=list)
+    tokens: int = 0
+
+    def first_token_times(self) -> list[float]:
+        """Seconds to first tokens; of requests cut before theirs, how long they had waited."""
+        end = self.start + self.seconds
+        done = [r for r in self.results if r.error is None]
+        return [r.ttft if r.arrivals else end - r.sent for r in (*done, *self.unfinished)]
+
+
+def drive(
+    engine: Engine,
+    requests: Sequence[PlannedRequest],
+    spec: LoadSpec,
+    *,
+    slots_by_memory: bool = False,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Run:
+    """Runs `requests`, at their times or so many at once, to their end or for `seconds`.
+
+    Args:
+        engine: without requests.
+        requests: with prompts of token ids, in the order of their times.
+        spec: says which of the two it is.
+        slots_by_memory: see `Watch`.
+        seconds: after which what is left is cancelled.
+        clock, sleep: seconds; the clock must be the engine's.
+    """
+    run = Run(clock(), Watch.over(engine, slots_by_memory))
+    tokens = engine.stats.generated_tokens
+    pending, opened = deque(requests), dict[int, tuple[Request, RequestResult]]()
+    seen = run.start
+    while pending or opened:
+        now = clock() - run.start
+        if seconds is not None and now >= seconds:
+            break
+        _send(engine, spec, pending, opened, run, now)
+        if engine.has_work:
+            engine.step()
+            _collect(opened, run)
+        elif pending and spec.request_rate is not None:
+            sleep(min(NAP, max(0.0, pending[0].at - now)))
+        now_seen = clock()
+        run.watch.note(engine, now_seen - seen)
+        seen = now_seen
+    _cut(engine, opened, run)
+    _measure_length(run, clock())
+    run.tokens = engine.stats.generated_tokens - tokens
+    return run
+
+
+def _send(
+    engine: Engine,
+    spec: LoadSpec,
+    pending: deque[PlannedRequest],
+    opened: dict[int, tuple[Request, RequestResult]],
+    run: Run,
+    now: float,
+) -> None:
+    while pending:
+        closed = spec.request_rate is None
+        if len(opened) >= spec.concurrency if closed else pending[0].at > now:
+            return
+        planned = pending.popleft()
+        # A step may have been under way when a request was due: it has waited since then.
+        result = RequestResult(run.start + (now if closed else planned.at))
+        request = Request(
+            engine.stats.requests_added,
+            tuple(planned.prompt),  # type: ignore[arg-type]
+            SamplingParams(max_tokens=planned.output_len, ignore_eos=True),
+        )
+        try:
+            engine.add(request)
+        except ValueError as error:
+            result.error = str(error)
+            run.results.append(result)
+            continue
+        opened[request.request_id] = (request, result)
+
+
+def _collect(opened: dict[int, tuple[Request, RequestResult]], run: Run) -> None:
+    """Moves what has ended from `opened` to the results."""
+    ended = [number for number, (request, _) in opened.items() if request.finished]
+    for number in ended:
+        request, result = opened.pop(number)
+        _fill(request, result)
+        result.error = request.error
+        run.results.append(result)
+
+
+def _fill(request: Request, result: RequestResult) -> None:
+    times = (request.first_token_at, request.finished_at)
+    result.arrivals = [at for at in times if at is not None and request.first_token_at is not None]
+    result.prompt_tokens = len(request.prompt_token_ids)
+    result.output_tokens = len(request.output_token_ids)
+    result.stats = request.stats
+
+
+def _cut(engine: Engine, opened: dict[int, tuple[Request, RequestResult]], run: Run) -> None:
+    engine.cancel([request for request, _ in opened.values()])
+    for request, result in opened.values():
+        _fill(request, result)
+        run.unfinished.append(result)
+
+
+def _measure_length(run: Run, now: float) -> None:
+    ends = [r.arrivals[-1] for r in run.results if r.arrivals]
+    end = now if run.unfinished or not ends else max(ends)
+    run.seconds = end - run.start

@@ -1,0 +1,180 @@
+"""One model, and engines over it: as many sequences as memory holds, at most those asked for."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from trtllm_treewy.config import ModelConfig
+from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
+from trtllm_treewy.model import Qwen3_5ForCausalLM
+from trtllm_treewy.runtime import build
+from trtllm_treewy.runtime.commit_policy import choose_stash
+from trtllm_treewy.runtime.engine import Engine
+
+from .points import Site
+
+MAX_NUM_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What all engines of a run share.
+
+    Attributes:
+        config, model: the model, with its weights in place.
+        memory: bytes that count as the whole memory; fractions are of these.
+        most: sequences at once that an engine is built for where memory allows.
+        batch_sizes: numbers of sequences whose steps are captured.
+        captured: whether steps are; on a CPU they run by the same functions then, uncaptured.
+        state_dtype: of the recurrent state.
+        laws: of acceptance, by tree, where they are not the default ones.
+    """
+
+    config: ModelConfig
+    model: Qwen3_5ForCausalLM
+    memory: int
+    most: int
+    batch_sizes: Sequence[int]
+    state_dtype: str
+    laws: Mapping[str, Sequence[float]]
+    captured: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.model.embed_tokens.weight.dtype
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine, the sequences that it holds, whether memory bounds them, and its memory."""
+
+    engine: Engine
+    slots: int
+    bound_by_memory: bool
+    report: Mapping[str, int]
+
+
+def build_site(ground: Ground, site: Site) -> Built:
+    """The engine of a site.
+
+    Slots are divided as if every sequence ended at the workload's mean length; what is left is KV
+    cache. So sequences that grow longer at one time preempt each other, as in a server that is set
+    up for its traffic and not for the longest request.
+
+    Raises:
+        MemoryError: not even one sequence of the longest length fits beside the weights.
+    """
+    speculation = site.setting.speculation(ground.laws)
+    cache = KvCacheConfig(
+        mamba_ssm_cache_dtype=ground.state_dtype,  # type: ignore[arg-type]
+        free_gpu_memory_fraction=site.fraction,
+    )
+    tokens = max(MAX_NUM_TOKENS, 2 * ground.most * speculation.max_nodes)
+    graphs = _graphs(ground, ground.most)
+    fits = _fitting(ground, site, speculation, cache, tokens, graphs)
+    slots = min(ground.most, fits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # said once for the whole run
+        engine, report = build.build_engine(
+            ground.config,
+            lambda: ground.model,
+            speculation,
+            cache,
+            dtype=ground.dtype,
+            device=ground.device,
+            max_batch_size=slots,
+            max_seq_len=site.workload.max_len,
+            max_num_tokens=tokens,
+            graphs=_graphs(ground, slots),
+            free=ground.memory,
+        )
+    return Built(engine, slots, fits < ground.most, report)
+
+
+def _graphs(ground: Ground, slots: int) -> CudaGraphConfig | None:
+    if not ground.captured:
+        return None
+    return CudaGraphConfig(batch_sizes=(*(n for n in ground.batch_sizes if n < slots), slots))
+
+
+def _fitting(
+    ground: Ground,
+    site: Site,
+    speculation: MTPDecodingConfig,
+    cache: KvCacheConfig,
+    tokens: int,
+    graphs: CudaGraphConfig | None,
+) -> int:
+    """Sequences of the workload's mean length that the memory holds, the longest among them."""
+    workload = site.workload
+    sizes = build.plan_sequence(
+        ground.config,
+        speculation,
+        cache,
+        ground.dtype,
+        workload.max_len,
+        choose_stash(speculation.stash),
+    )
+
+    def slots(memory: int) -> int:
+        budget = build.plan_memory(
+            ground.config,
+            replace(sizes, context_length=workload.mean_len),
+            speculation,
+            cache,
+            ground.dtype,
+            ground.device,
+            None,
+            tokens,
+            free=memory,
+            graphs=graphs,
+        )
+        return budget.num_slots
+
+    found = slots(ground.memory)
+    if found * workload.mean_len >= workload.max_len:
+        return found
+    # So few share the KV cache that the longest one would not fit: room for it is set aside.
+    longest = sizes.blocks(workload.max_len) * sizes.kv_block
+    return slots(max(1, ground.memory - int(longest / site.fraction)))
+
+
+def memory_by_kind(built: Built, peak_blocks: int, peak_slots: int) -> dict[str, Any]:
+    """Bytes set aside by kind, what of them was used at most, and what the device saw.
+
+    Stash is what verification leaves for commits: snapshots of every node, or pseudo-values.
+    """
+    report, limits = built.report, built.engine._executor.limits
+    block = limits.tokens_per_block * report["kv_bytes_per_token"]
+    graphs = getattr(built.engine._executor, "graphs", None)
+    found = {
+        "weights": report["weights_bytes"],
+        "states": built.slots * report["state_bytes"],
+        "stash": built.slots * report["stash_bytes"],
+        "kv_cache": (report["kv_blocks"] + 1) * block,
+        "planned": report["total_bytes"],
+        "used_states_and_stash": peak_slots * (report["state_bytes"] + report["stash_bytes"]),
+        "used_kv_cache": peak_blocks * block,
+    }
+    if torch.cuda.is_available() and built.engine._executor.device.type == "cuda":
+        found["graphs"] = graphs.memory_bytes if graphs is not None else 0
+        found["device_peak"] = torch.cuda.max_memory_allocated()
+    return found
+
+
+def release(device: torch.device) -> None:
+    """Gives the memory of engines that nobody holds any more back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

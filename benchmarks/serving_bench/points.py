@@ -1,0 +1,215 @@
+"""What is measured: workloads, ways to decode, arrivals, and the law of acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trtllm_treewy.bench.load import MIN_LENGTH, SIGMA, LoadSpec
+from trtllm_treewy.draft_tree import TreeTopology
+from trtllm_treewy.llmapi import STATE_COMMITS, MTPDecodingConfig
+
+NONE = "none"
+AUTO = "auto"
+POLICIES = (NONE, *STATE_COMMITS)
+# `auto` chooses among the chains up to this one. The law of acceptance goes by depth and would
+# give all trees of one depth the same worth, so that there is nothing to choose among those.
+AUTO_DEPTH = 7
+# Mean acceptance lengths (bonus included) that stand in for a trained model's. Chain 3 and (3,3,3)
+# are the TreeWY paper's on Qwen3.5-35B-A3B; (2,2,2) lies between them in the proportion in which
+# the shipped model's does. Longer chains go on with chain 3's probability, which flatters them.
+CHAIN_LENGTH, CHAIN_DEPTH = 3.24, 3
+TREE_LENGTHS = {"2,2,2": 3.47, "3,3,3": 3.58}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Lengths of prompts and outputs: log-normal of this spread about the means, or all equal (0).
+
+    Attributes:
+        name: how it is called.
+        prompt, output: mean tokens.
+        sigma: spread of the logarithm.
+        max_len: most tokens of prompt and output.
+    """
+
+    name: str
+    prompt: int
+    output: int
+    sigma: float
+    max_len: int
+
+    def scaled(self, factor: float) -> Workload:
+        """The same with all lengths times `factor`, for small models."""
+        prompt, output = (max(1, round(n * factor)) for n in (self.prompt, self.output))
+        longest = max(2 * MIN_LENGTH, prompt + output, round(self.max_len * factor))
+        return Workload(self.name, prompt, output, self.sigma, longest)
+
+    @property
+    def mean_len(self) -> int:
+        """Tokens of a sequence at its end, on average."""
+        return min(self.max_len, self.prompt + self.output)
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        # Conversations, about as in ShareGPT.
+        Workload("chat", 220, 200, SIGMA, 4096),
+        Workload("generation", 128, 1024, 0.5, 4096),
+        Workload("summary", 2048, 160, 0.5, 6144),
+        # What vLLM was measured with (`goals.py`).
+        Workload("anchor", 512, 192, 0.0, 704),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to decode: a commit policy and a tree. Without speculation both are "none"."""
+
+    policy: str
+    tree: str
+
+    @property
+    def name(self) -> str:
+        return self.policy if self.policy == NONE else f"{self.policy} {self.tree}"
+
+    def speculation(self, laws: Mapping[str, Sequence[float]]) -> MTPDecodingConfig:
+        """The engine's setting, with the law of its tree."""
+        if self.policy == NONE:
+            return MTPDecodingConfig(draft_tree_widths=())
+        widths = widths_of(self.tree)
+        law = tuple(laws.get(self.tree) or default_law(self.tree))
+        law += law[-1:] * (len(widths) - len(law))
+        return MTPDecodingConfig(
+            draft_tree_widths=widths,
+            state_commit=self.policy,
+            simulated_acceptance=law[: len(widths)],
+            tree_policy=AUTO if self.tree == AUTO else None,
+        )
+
+
+def widths_of(tree: str) -> tuple[int, ...]:
+    """Children by level: of the length of a chain, of the widths themselves, or of `auto`.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if tree == AUTO:
+        return (1,) * AUTO_DEPTH
+    try:
+        widths = (1,) * int(tree) if tree.isdigit() else tuple(int(w) for w in tree.split(","))
+        TreeTopology.from_widths(widths)
+    except ValueError as error:
+        raise ValueError(
+            f"tree {tree!r}: expected a chain's length, widths such as 2,2,2, or auto ({error})"
+        ) from None
+    if not widths:
+        raise ValueError(f"tree {tree!r}: no drafts is the policy {NONE}")
+    return widths
+
+
+def default_law(tree: str) -> tuple[float, ...]:
+    """Probability of acceptance by depth: one for all depths, by the mean length that is assumed.
+
+    Trees of which nothing is known get that of a chain, which is the least they accept.
+    """
+    if tree in TREE_LENGTHS:
+        return (probability_of(TREE_LENGTHS[tree], len(widths_of(tree))),) * len(widths_of(tree))
+    return (probability_of(CHAIN_LENGTH, CHAIN_DEPTH),) * len(widths_of(tree))
+
+
+def probability_of(length: float, depth: int) -> float:
+    """The p for which 1 + p + p^2 + ... + p^depth is `length`.
+
+    Raises:
+        ValueError: no probability gives that length.
+    """
+    if not 1 <= length <= depth + 1:
+        raise ValueError(f"length is {length}, expected 1 to {depth + 1} for a depth of {depth}")
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(middle**level for level in range(depth + 1)) < length:
+            low = middle
+        else:
+            high = middle
+    return round((low + high) / 2, 6)
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """How requests come: so many at a time, or at a rate with a burstiness (see `LoadSpec`)."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+    burstiness: float = 1.0
+
+    @property
+    def name(self) -> str:
+        if self.rate is None:
+            return f"{self.concurrency} at once"
+        kind = "" if self.burstiness == 1 else f" in bursts ({self.burstiness:g})"
+        return f"{self.rate:g}/s{kind}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """What an engine is built for: a workload in a fraction of the memory, decoded in one way."""
+
+    workload: Workload
+    fraction: float
+    setting: Setting
+
+
+@dataclass(frozen=True)
+class Point:
+    """A site under a load."""
+
+    site: Site
+    arrivals: Arrivals
+
+    def load(self, requests: int, seed: int) -> LoadSpec:
+        """What `plan_load` makes of it; the same for every setting."""
+        workload = self.site.workload
+        return LoadSpec(
+            num_requests=requests,
+            mean_input_len=workload.prompt,
+            mean_output_len=workload.output,
+            max_len=workload.max_len,
+            request_rate=self.arrivals.rate,
+            concurrency=self.arrivals.concurrency or 1,
+            seed=seed,
+            sigma=workload.sigma,
+            burstiness=self.arrivals.burstiness,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: what tells this point from others."""
+        return {
+            "workload": self.site.workload.name,
+            "lengths": {k: v for k, v in asdict(self.site.workload).items() if k != "name"},
+            "fraction": self.site.fraction,
+            "policy": self.site.setting.policy,
+            "tree": self.site.setting.tree,
+            "load": self.arrivals.name,
+            **asdict(self.arrivals),
+        }
+
+
+def settings(policies: Sequence[str], trees: Sequence[str]) -> list[Setting]:
+    """Every policy with every tree; no speculation once."""
+    found = [Setting(NONE, NONE)] if NONE in policies else []
+    return found + [Setting(p, tree) for p in policies if p != NONE for tree in trees]
+
+
+def sites(
+    workloads: Sequence[Workload], fractions: Sequence[float], ways: Sequence[Setting]
+) -> Iterator[Site]:
+    """All of them, those that are compared with each other in a row."""
+    for workload in workloads:
+        for fraction in fractions:
+            for setting in ways:
+                yield Site(workload, fraction, setting)

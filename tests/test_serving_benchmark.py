@@ -1,0 +1,415 @@
+"""`benchmarks/serving.py`: points, engines by memory, the loop, tables, goals, a whole run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import hf_config
+from engine_world import CONFIG, VOCAB
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from serving_bench import engines, goals, plot, points, report, split
+from serving_bench.drive import drive
+from serving_bench.measure import Effort, measure
+from serving_bench.points import Arrivals, Point, Setting, Site, Workload
+
+from trtllm_treewy.bench.load import PlannedRequest, plan_load
+from trtllm_treewy.model.dummy import dummy_model
+from trtllm_treewy.runtime.stats import EngineStats
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+TINY = Workload("tiny", 12, 12, 0.0, 24)
+
+
+def script():
+    """benchmarks/serving.py; tests have a module of that name themselves."""
+    spec = importlib.util.spec_from_file_location("serving_benchmark", BENCHMARKS / "serving.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def site(policy="reconstruct", tree="3", fraction=0.9, workload=TINY):
+    return Site(workload, fraction, Setting(policy, tree))
+
+
+# ------------------------------------------------------------------ points
+
+
+def test_laws_have_the_lengths_that_they_stand_for():
+    for tree, length in (("3", 3.24), *points.TREE_LENGTHS.items()):
+        law = points.default_law(tree)
+        reached, total = 1.0, 1.0
+        for probability in law:
+            reached *= probability
+            total += reached
+        assert total == pytest.approx(length, abs=1e-4)
+    # A tree that nothing is known of accepts what its chain does, and so do `auto` and chain 7.
+    assert set(points.default_law("4,1")) == set(points.default_law("3"))
+    assert points.default_law("auto") == points.default_law("7")
+    with pytest.raises(ValueError, match="expected 1 to 4"):
+        points.probability_of(4.5, 3)
+
+
+def test_settings_are_what_the_engine_takes():
+    chain = Setting("deferred", "3").speculation({})
+    assert (chain.draft_tree_widths, chain.state_commit) == ((1, 1, 1), "deferred")
+    assert chain.tree_policy is None
+    auto = Setting("reconstruct", "auto").speculation({})
+    assert (auto.max_nodes, auto.tree_policy) == (8, "auto")
+    assert not Setting("none", "none").speculation({}).enabled
+    own = Setting("snapshot", "2,2,2").speculation({"2,2,2": (0.5, 0.25)})
+    assert own.simulated_acceptance == (0.5, 0.25, 0.25)
+    named = [s.name for s in points.settings(("none", "snapshot"), ("3", "auto"))]
+    assert named == ["none", "snapshot 3", "snapshot auto"]
+
+
+@pytest.mark.parametrize("tree", ["0", "x", "2,,2", "", "2,0"])
+def test_trees_that_are_none(tree):
+    with pytest.raises(ValueError, match="tree '"):
+        points.widths_of(tree)
+
+
+def test_every_setting_gets_the_same_load():
+    loads = [Point(site(tree=tree), Arrivals(4)).load(9, 1) for tree in ("3", "2,2,2")]
+    assert loads[0] == loads[1]
+    burst = Point(site(), Arrivals(None, 5.0, 0.25)).load(9, 1)
+    assert (burst.request_rate, burst.burstiness, burst.sigma) == (5.0, 0.25, 0.0)
+
+
+# ------------------------------------------------------------------ engines
+
+
+@pytest.fixture(scope="module")
+def ground():
+    model = dummy_model(CONFIG, dtype=torch.float32, device="cpu")
+    return engines.Ground(CONFIG, model, 1 << 20, 64, (2,), "float32", {}, captured=False)
+
+
+def test_memory_sets_the_number_of_sequences(ground):
+    found = {}
+    for policy, tree in (("none", "none"), ("reconstruct", "3,3,3"), ("snapshot", "3,3,3")):
+        built = engines.build_site(ground, site(policy, tree, 0.6))
+        assert built.report["total_bytes"] <= 0.6 * ground.memory
+        memory = engines.memory_by_kind(built, 0, 1)
+        kinds = ("weights", "states", "stash", "kv_cache")
+        assert sum(memory[kind] for kind in kinds) == memory["planned"]
+        assert memory["used_states_and_stash"] * built.slots == memory["states"] + memory["stash"]
+        # The pools are those that the plan speaks of.
+        state = built.engine._executor.state
+        assert state.pool_bytes + state.stash_bytes == memory["states"] + memory["stash"]
+        found[policy] = built
+    assert found["snapshot"].slots < found["reconstruct"].slots <= found["none"].slots
+    assert found["snapshot"].bound_by_memory
+    assert found["snapshot"].engine._executor.model is ground.model
+    few = engines.build_site(replace(ground, most=2), site())
+    assert (few.slots, few.bound_by_memory) == (2, False)
+
+
+def test_captured_steps_are_measured_by_the_same_loop(ground):
+    """A step under way when a load ends must not spoil the next one on the engine."""
+    built = engines.build_site(replace(ground, captured=True, most=4), site())
+    effort = Effort(per_sequence=2, least=3, rate_seconds=1.0, seconds=None, seed=0)
+    for count in (4, 1, 4):
+        found = measure(built, Point(site(), Arrivals(count)), effort, VOCAB)
+        assert found["completed"] == max(3, 2 * count)
+        assert found["output_tokens"] == 12 * found["completed"]
+        assert found["graph_steps"] > 0
+        assert found["sequences_peak"] == count
+        assert 2.2 < found["acceptance_length"] < 4.0
+
+
+def test_the_longest_sequence_fits_among_few(ground):
+    long = Workload("long", 12, 12, 1.0, 600)
+    weights = engines.build_site(ground, site()).report["weights_bytes"]
+    tight = replace(ground, memory=weights + 300_000)
+    built = engines.build_site(tight, site("snapshot", "3,3,3", 1.0, long))
+    assert built.slots * long.mean_len < long.max_len
+    with pytest.raises(MemoryError, match="exceed"):
+        engines.build_site(replace(ground, memory=weights), site(fraction=1.0))
+
+
+# ------------------------------------------------------------------ the loop
+
+
+class FakeEngine:
+    """One token a request and step, a second a step; two slots; a request waits for its slot."""
+
+    def __init__(self, slots=2, blocked=()):
+        self.now, self.slots = 0.0, slots
+        self.stats = EngineStats(slots_total=slots)
+        self.waiting, self.running, self.blocked = [], [], set(blocked)
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += max(seconds, 0.01)
+
+    @property
+    def has_work(self):
+        return bool(self.waiting or self.running)
+
+    def add(self, request):
+        if len(request.prompt_token_ids) > 9:
+            raise ValueError("too long")
+        self.stats.requests_added += 1
+        request.added_at = self.now
+        self.waiting.append(request)
+
+    def cancel(self, requests):
+        for request in requests:
+            request.finish_reason, request.finished_at = "cancelled", self.now
+
+    def step(self):
+        room = self.slots - len(self.running) - (round(self.now) in self.blocked)
+        while self.waiting and room > 0:
+            self.running.append(self.waiting.pop(0))
+            room -= 1
+        self.now += 1.0
+        for request in self.running:
+            request.append([1])
+            self.stats.generated_tokens += 1
+            request.first_token_at = request.first_token_at or self.now
+            if request.finished:
+                request.finished_at = self.now
+                self.stats.requests_finished += 1
+        self.running = [r for r in self.running if not r.finished]
+        self.stats.running, self.stats.waiting = len(self.running), len(self.waiting)
+        self.stats.slots_used = len(self.running)
+        self.stats.kv_blocks_used = 3 * len(self.running)
+
+
+def spec(concurrency=1, rate=None):
+    return replace(Point(site(), Arrivals(concurrency)).load(1, 0), request_rate=rate)
+
+
+def run_on(engine, requests, *args, **settings):
+    return drive(engine, requests, spec(*args), clock=engine.clock, sleep=engine.sleep, **settings)
+
+
+def planned(output, at=0.0):
+    return PlannedRequest([1, 2], output, at)
+
+
+def test_a_closed_loop_to_its_end():
+    engine = FakeEngine()
+    run = run_on(engine, [planned(3)] * 3, 3)
+    assert run.seconds == 6.0  # the third has to wait for a slot
+    assert run.tokens == 9
+    assert [round(r.ttft) for r in run.results] == [1, 1, 4]
+    assert [r.tpot for r in run.results] == [1.0] * 3
+    assert not run.unfinished
+    # Two of the slots there are: the third waits because there are no more, not for memory.
+    assert run.watch.bound_seconds == 0.0
+    assert run.watch.peak_running == 2
+    assert run.watch.running_seconds == 2 * 2 + 1 * 2
+
+
+def test_waiting_counts_as_memory_bound_where_memory_set_the_slots():
+    run = run_on(FakeEngine(), [planned(3)] * 3, 3, slots_by_memory=True)
+    assert run.watch.bound_seconds == 3.0
+
+
+def test_waiting_beside_a_free_slot_is_memory_bound():
+    run = run_on(FakeEngine(blocked=(0,)), [planned(3)] * 2, 2)
+    assert run.watch.bound_seconds == 1.0
+    engine = FakeEngine()
+    engine.stats.preemptions = 7  # of earlier loads
+    assert run_on(engine, [planned(3)] * 2, 2).watch.bound_seconds == 0.0
+
+
+def test_requests_at_their_times():
+    engine = FakeEngine()
+    run = run_on(engine, [planned(2, 0.0), planned(2, 1.5), planned(2, 9.0)], 1, 1.0)
+    # The second is due within a step and has waited half a second when it is sent.
+    assert [round(r.ttft, 1) for r in run.results] == [1.0, 1.5, 1.0]
+    assert run.seconds == pytest.approx(11.0, abs=0.1)
+
+
+def test_a_load_that_is_cut():
+    run = run_on(FakeEngine(), [planned(3), planned(9), planned(9)], 3, seconds=5.0)
+    assert (len(run.results), len(run.unfinished), run.seconds) == (1, 2, 5.0)
+    assert run.tokens == 3 + 5 + 2
+    late = run_on(FakeEngine(slots=1), [planned(9), planned(9)], 2, seconds=5.0)
+    assert sorted(late.first_token_times()) == [1.0, 5.0]  # the other still waits
+
+
+def test_a_request_that_is_refused():
+    run = run_on(FakeEngine(), [PlannedRequest([1] * 10, 1, 0.0), planned(1)], 1)
+    assert [r.error for r in run.results] == ["too long", None]
+
+
+# ------------------------------------------------------------------ rows
+
+
+def row(policy, speed, tree="3", bound=0.0, fraction=0.9, concurrency=256, **more):
+    spread = {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 2.0}
+    plain = {"completed": 1, "unfinished": 0, "failed": 0, "preemptions": 0, "slots": 9}
+    return {
+        "workload": "anchor", "fraction": fraction, "load": f"{concurrency} at once", "rate": None,
+        "concurrency": concurrency, "policy": policy, "tree": tree, "errors": [],
+        "output_tokens": 5, "output_tokens_per_second": speed, "memory_bound_share": bound,
+        "ttft": spread, "tpot": spread, "sequences_mean": 3.0, "sequences_peak": 250,
+        "acceptance_length": 3.2, "memory": {"used_states_and_stash": 1, "used_kv_cache": 1},
+        **plain, **more,
+    }  # fmt: skip
+
+
+def test_points_are_split_by_what_snapshots_do():
+    rows = [
+        row("snapshot", 100, bound=0.5), row("reconstruct", 300), row("none", 90, "none"),
+        row("snapshot", 100, concurrency=8, bound=0.04), row("reconstruct", 50, concurrency=8),
+        row("deferred", 70, "2,2,2", concurrency=8, bound=0.9),
+        row("snapshot", 0, "7", concurrency=8, error="does not fit"),
+        row("reconstruct", 40, "7", concurrency=8),
+    ]  # fmt: skip
+    bound, free = split.split(rows)
+    names = [[(r["policy"], r["tree"], r["concurrency"]) for r in part] for part in (bound, free)]
+    assert names[0] == [
+        ("snapshot", "3", 256), ("reconstruct", "3", 256), ("none", "none", 256),
+        ("deferred", "2,2,2", 8), ("reconstruct", "7", 8),
+    ]  # fmt: skip
+    assert names[1] == [("snapshot", "3", 8), ("reconstruct", "3", 8)]
+    assert split.ratios(bound, rows)[0]["throughput"] == pytest.approx(3.0)
+    (found,) = split.ratios([*bound, *free], rows)
+    assert (found["policy"], found["points"]) == ("reconstruct", 2)
+    assert found["throughput"] == pytest.approx((3.0 * 0.5) ** 0.5)
+
+
+def test_goals_are_judged_where_there_are_rows():
+    judged = {g.name: g for g in goals.goals([])}
+    assert all(goal.met is None for goal in judged.values())
+    rows = [
+        row("snapshot", 4000, bound=0.5), row("reconstruct", 8000), row("deferred", 9000),
+        row("reconstruct", 8000, "auto"), row("none", 8500, "none"),
+        row("reconstruct", 5000, fraction=0.65, sequences_peak=199),
+    ]  # fmt: skip
+    judged = {g.name: g for g in goals.goals(rows)}
+
+    def met(part):
+        (goal,) = [g for name, g in judged.items() if part in name]
+        return goal.met, goal.measured
+
+    assert met("256 at once, fraction 0.9: over vLLM's MTP-3") == (True, "2.13x")
+    assert met("over vLLM's run without speculation") == (True, "1.48x")
+    assert met("256 at once, fraction 0.65") == (False, "1.15x")
+    assert met("sequences at once") == (False, "199")
+    assert met("64 at once, fraction 0.9") == (None, "")
+    assert met("memory-bound: throughput") == (True, "2.00x")
+    assert met("deferred over reconstruct") == (True, "1.12x")
+    assert met("auto over the better") == (False, "0.94x")
+
+
+def test_lines_of_a_plot():
+    rows = [row("snapshot", 3, concurrency=8), row("snapshot", 5), row("none", 4, "none")]
+    lines = plot.lines_of(rows, "concurrency", lambda r: r["output_tokens_per_second"])
+    assert lines == {"snapshot 3": [(8.0, 3.0), (256.0, 5.0)], "none": [(256.0, 4.0)]}
+
+
+def test_a_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot.draw([row("snapshot", 3), row("none", 4, "none")], tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size
+    with pytest.raises(ValueError, match="nothing to plot"):
+        plot.draw([row("snapshot", 3, error="none")], tmp_path / "b.png")
+
+
+# ------------------------------------------------------------------ the whole
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    sizes = dict(
+        vocab_size=VOCAB, hidden_size=24, num_hidden_layers=2, num_attention_heads=2,
+        layer_types=["linear_attention", "full_attention"], num_key_value_heads=1,
+        intermediate_size=24, linear_key_head_dim=8, linear_value_head_dim=12,
+        linear_num_key_heads=1, linear_num_value_heads=2,
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(hf_config(**sizes)))
+    return folder
+
+
+COMMON = ("--device", "cpu", "--dtype", "float32", "--scale", "0.05", "--most", "8")
+
+
+def test_the_whole_on_a_cpu(tiny, tmp_path, capsys):
+    output = tmp_path / "run.json"
+    script().main(
+        [
+            str(tiny), *COMMON, "--memory", "400KiB", "--workload", "anchor", "--fraction", "0.6",
+            "--policy", "none", "snapshot", "reconstruct", "--tree", "3,3,3", "auto",
+            "--concurrency", "8", "--rate", "40", "--burstiness", "0.2",
+            "--rate-seconds", "0.2", "--least-requests", "4", "--output", str(output),
+        ]
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    run = json.loads(output.read_text())
+    rows = run["rows"]
+    assert len(rows) == (1 + 2 * 2) * 2
+    assert all(r["completed"] and not r["failed"] and not r["unfinished"] for r in rows)
+    by = {(r["policy"], r["tree"], r["load"]): r for r in rows}
+    assert by["none", "none", "8 at once"]["acceptance_length"] == 1.0
+    wide = by["reconstruct", "3,3,3", "8 at once"]
+    assert 2.5 < wide["acceptance_length"] <= 4.0
+    few = by["snapshot", "3,3,3", "8 at once"]
+    assert few["slots"] < wide["slots"]
+    assert few["memory_bound_share"] > split.BOUND_SHARE
+    assert few["sequences_peak"] <= few["slots"]
+    assert by["none", "none", "8 at once"]["memory_bound_share"] == 0.0
+    # Every request of the anchor has the same lengths.
+    assert wide["output_tokens"] == wide["completed"] * round(192 * 0.05)
+    assert "acceptance is simulated" in printed.err
+    assert "ACCEPTANCE IS SIMULATED" in printed.out
+    for part in ("Memory-bound points", "Points with headroom", "40/s in bursts (0.2)", "Share of"):
+        assert part in printed.out
+    script().main(["--from", str(output), "--markdown", str(tmp_path / "run.md")])
+    assert capsys.readouterr().out == printed.out == (tmp_path / "run.md").read_text()
+
+
+def test_what_does_not_fit_is_said(tiny, tmp_path, capsys):
+    flags = ("--workload", "anchor", "--fraction", "1", "--concurrency", "1", "--policy")
+    script().main([str(tiny), *COMMON, "--memory", "60KiB", *flags, "snapshot", "--tree", "3,3,3"])
+    assert "does not fit: weights (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--device", "cpu"], "no model"),
+        (["m", "--device", "cpu"], "needs --memory"),
+        (["m", "--tree", "2,x"], "tree '2,x'"),
+        (["m", "--law", "3"], "expected TREE=P,P"),
+        (["m", "--law", "3=0.5,2"], "probabilities"),
+        (["m", "--fraction", "1.5"], "at most 1"),
+        (["m", "--rate", "-1"], "--rate: expected above 0"),
+        (["m", "--concurrency"], "neither"),
+        (["m", "--output", "/no/such/folder/x"], "does not exist"),
+        (["--from", "/no/such/file"], "is not a run"),
+    ],
+)
+def test_flags_that_cannot_be(flags, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script().main(flags)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_vllm_was_measured_with():
+    anchor = points.WORKLOADS["anchor"]
+    load = Point(Site(anchor, 0.9, Setting("none", "none")), Arrivals(4)).load(6, 0)
+    tokens = SimpleNamespace(encode=lambda text, add_special_tokens: [1] * len(text))
+    requests = plan_load(load, "letters", tokens)
+    assert {(len(r.prompt), r.output_len) for r in requests} == {(512, 192)}
+    assert report.is_comparable(
+        {"device": goals.GPU, "settings": {"model": goals.MODEL, "layers": None, "scale": 1.0}}
+    )
