@@ -4,13 +4,13 @@
     python benchmarks/serving.py qwen3.5-35b-a3b --workload chat summary --fraction 0.6 0.75 0.9
     python benchmarks/serving.py qwen3.5-35b-a3b --workload chat --concurrency --rate 4 8 16 \
         --burstiness 1 0.25
-    python benchmarks/serving.py --from serving.json --markdown serving.md --plot serving.png
+    python benchmarks/serving.py --from first.json second.json --markdown all.md --plot all.png
 
 Weights are made once. For every workload, memory fraction and way to decode an engine is built over
 them, as many sequences as the memory holds (at most --most), and every load is run on it. What
 counts as memory is the whole GPU's, or --memory; a fraction is of that, the weights included, as
 vLLM's gpu_memory_utilization is. Points are written to --output as they come, so that a run that
-is ended has them.
+is ended has them; --from puts runs together.
 
 Acceptance is drawn from a law by depth (--law), because random weights agree with nothing: speeds
 mean something, texts do not. A chain of 3 has a mean acceptance length of 3.24 unless told else.
@@ -62,10 +62,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     check(parser, args)
     if args.source:
         try:
-            run = json.loads(args.source.read_text(encoding="utf-8"))
+            run = merge([json.loads(file.read_text(encoding="utf-8")) for file in args.source])
             text = report.text(run)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            parser.error(f"{args.source} is not a run of this script: {error!r}")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            files = ", ".join(map(str, args.source))
+            parser.error(f"{files}: not a run of this script, or not one run: {error!r}")
     else:
         run = measure_all(parser, args)
         text = report.text(run)
@@ -108,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, help="JSON of all points")
     add("--markdown", type=Path, help="the tables that are printed, in a file as well")
     add("--plot", type=Path, help="a picture; needs matplotlib")
-    add("--from", dest="source", type=Path, help="tables of a saved run")
+    add("--from", dest="source", type=Path, nargs="+", help="tables of saved runs, put together")
     return parser
 
 
@@ -163,6 +164,33 @@ def laws(given: Sequence[str]) -> dict[str, tuple[float, ...]]:
     return found
 
 
+def merge(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Runs of one model on one device as one run; of equal points the last.
+
+    Raises:
+        ValueError: they are not of one model, device and law.
+    """
+    first, found = runs[0]["about"], {}
+    for run in runs:
+        facts, same = run["about"], ("device", "memory", "torch")
+        for name in same:
+            if facts[name] != first[name]:
+                raise ValueError(f"{name} is {facts[name]} beside {first[name]}")
+        for name in ("model", "layers", "scale", "dtype", "state_dtype", "most", "seed"):
+            if facts["settings"][name] != first["settings"][name]:
+                raise ValueError(
+                    f"{name} is {facts['settings'][name]} beside {first['settings'][name]}"
+                )
+        for tree in facts["laws"].keys() & first["laws"].keys():
+            if facts["laws"][tree] != first["laws"][tree]:
+                raise ValueError(f"the law of {tree} differs")
+        first["laws"] |= facts["laws"]
+        for row in run["rows"]:
+            key = [row[k] for k in ("workload", "fraction", "policy", "tree", "load")]
+            found[tuple(key)] = row
+    return {"about": first, "rows": list(found.values())}
+
+
 def measure_all(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from executor import about, read_config
@@ -206,7 +234,7 @@ def measure_all(parser: argparse.ArgumentParser, args: argparse.Namespace) -> di
 def measure_site(args: argparse.Namespace, ground: Any, site: Site, run: dict[str, Any]) -> None:
     """Adds the points of an engine to the run, and saves it."""
     import torch
-    from serving_bench.engines import build_site, release
+    from serving_bench.engines import build_site, release, wait
 
     started = time.perf_counter()
     effort = Effort(
@@ -233,6 +261,7 @@ def measure_site(args: argparse.Namespace, ground: Any, site: Site, run: dict[st
         say(f"{_name(site)}, {arrivals.name}: {speed} tokens/s, {row.get('seconds', 0)} s")
         if args.output:
             args.output.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    wait(ground.device)  # a step may be under way whose buffers go now
     del built
     release(ground.device)
 

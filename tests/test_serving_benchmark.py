@@ -376,6 +376,31 @@ def test_the_whole_on_a_cpu(tiny, tmp_path, capsys):
     assert capsys.readouterr().out == printed.out == (tmp_path / "run.md").read_text()
 
 
+def a_run(*rows, **settings):
+    plain = dict.fromkeys(("layers", "dtype", "state_dtype", "most", "seed"))
+    return {
+        "about": {
+            "device": "X", "memory": 1 << 30, "torch": "2", "date": "today",
+            "laws": {"3": [0.9]}, "settings": {"model": "m", "scale": 1.0, **plain, **settings},
+        },
+        "rows": list(rows),
+    }  # fmt: skip
+
+
+def test_runs_are_put_together():
+    merge = script().merge
+    again = row("snapshot", 5)
+    found = merge([a_run(row("snapshot", 3), row("none", 1, "none")), a_run(again)])
+    assert found["rows"] == [again, row("none", 1, "none")]
+    assert "snapshot" in report.text(found)
+    with pytest.raises(ValueError, match="dtype is a beside None"):
+        merge([a_run(), a_run(dtype="a")])
+    other = a_run()
+    other["about"]["laws"] = {"3": [0.8]}
+    with pytest.raises(ValueError, match="law of 3"):
+        merge([a_run(), other])
+
+
 def test_what_does_not_fit_is_said(tiny, tmp_path, capsys):
     flags = ("--workload", "anchor", "--fraction", "1", "--concurrency", "1", "--policy")
     script().main([str(tiny), *COMMON, "--memory", "60KiB", *flags, "snapshot", "--tree", "3,3,3"])
@@ -394,7 +419,7 @@ def test_what_does_not_fit_is_said(tiny, tmp_path, capsys):
         (["m", "--rate", "-1"], "--rate: expected above 0"),
         (["m", "--concurrency"], "neither"),
         (["m", "--output", "/no/such/folder/x"], "does not exist"),
-        (["--from", "/no/such/file"], "is not a run"),
+        (["--from", "/no/such/file"], "not a run"),
     ],
 )
 def test_flags_that_cannot_be(flags, said, capsys):

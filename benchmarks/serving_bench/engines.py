@@ -172,6 +172,12 @@ def memory_by_kind(built: Built, peak_blocks: int, peak_slots: int) -> dict[str,
     return found
 
 
+def wait(device: torch.device) -> None:
+    """Until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def release(device: torch.device) -> None:
     """Gives the memory of engines that nobody holds any more back to the device."""
     gc.collect()
