@@ -189,9 +189,9 @@ def test_the_engine_and_a_server(shipped_model, tmp_path, capsys):
         assert remote["output_tokens"] == own["output_tokens"]
         accepted = [found["speculation"]["num_accepted"] for found in (own, remote)]
         assert accepted[0] == accepted[1]
-        rate = ["--request-rate", "50"]
+        rate = ["--request-rate", "50", "--burstiness", "0.5"]
         assert cli.main(["bench", "serve", *SMALL, *url, *rate]) == 0
-        assert "5 requests, 50 a second (Poisson)" in capsys.readouterr().out
+        assert "5 requests, 50 a second (burstiness 0.5)" in capsys.readouterr().out
         name = ["--served-model-name", "other"]
         assert cli.main(["bench", "serve", *SMALL, *url, *name]) == 1
         assert "failed: 404: the model 'other' is not here" in capsys.readouterr().out
@@ -209,6 +209,7 @@ def test_what_the_command_refuses(shipped_model, capsys, monkeypatch):
     assert "no MODEL and no --url given (see trtllm-treewy bench serve" in run()
     assert "expected a number above 0, got '0'" in run("m", "--request-rate", "0")
     assert "not allowed with" in run("m", "--request-rate", "1", "--concurrency", "2")
+    assert "needs --request-rate" in run("m", "--burstiness", "0.5")
     assert "does not exist" in run("no-such-model")
     assert "the directory of" in run(str(shipped_model), "--output", "no/such/place.json")
     assert "does not list a model" in run("--url", "http://127.0.0.1:9", "--num-requests", "1")

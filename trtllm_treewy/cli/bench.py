@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints; an exit code, 1 where a request failed."""
     if args.model is None and args.url is None:
         args.usage_error("no MODEL and no --url given")
+    if args.burstiness is not None and args.request_rate is None:
+        args.usage_error("--burstiness needs --request-rate")
     if args.plot is not None:
         expect_packages("--plot", "bench", "matplotlib")
     for file in (args.output, args.plot):
@@ -111,6 +113,7 @@ def _spec(args: argparse.Namespace, longest: int) -> LoadSpec:
         request_rate=args.request_rate,
         concurrency=args.concurrency or DEFAULT_CONCURRENCY,
         seed=args.seed,
+        burstiness=args.burstiness or 1.0,
     )
 
 

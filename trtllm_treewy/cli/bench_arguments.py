@@ -77,6 +77,13 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="requests that are under way at any time (default: 8)",
     )
     load.add_argument(
+        "--burstiness",
+        type=_rate,
+        metavar="B",
+        help="with --request-rate: 1 is a Poisson process, less comes in bursts (gamma-distributed "
+        "distances of this shape) (default: 1)",
+    )
+    load.add_argument(
         "--mean-input-len",
         type=positive,
         default=220,
