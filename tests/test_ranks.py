@@ -185,6 +185,8 @@ def test_no_process_outlives_the_first(number, shipped_model):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A run in the background may ignore SIGINT, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         worker = int(process.stdout.readline())
