@@ -749,3 +749,90 @@ def test_leaving_n_texts_ends_them_all(text_llm):
     next(stream)
     stream.abort()
     assert {text.finish_reason for text in next(stream).outputs} == {"cancelled"}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_pieces_add_up_to_the_texts_however_they_are_read(text_llm, n, streaming):
+    params = SamplingParams(n=n, **SEVERAL, stop=["e"])
+
+    def add(outputs, pieces, ids):
+        for text in outputs:
+            pieces[text.index] += text.text_diff
+            ids[text.index] += text.token_ids_diff
+
+    async def read():
+        pieces, ids, last = [""] * n, [[] for _ in range(n)], None
+        async for last in text_llm.generate_async("The error log", params, streaming):
+            add(last.outputs, pieces, ids)
+        return pieces, ids, last
+
+    pieces, ids, last = asyncio.run(read())
+    assert pieces == [text.text for text in last.outputs]
+    assert ids == [text.token_ids for text in last.outputs]
+    pieces, ids = [""] * n, [[] for _ in range(n)]
+    for output in text_llm.generate_async("The error log", params, streaming):
+        add(output.outputs, pieces, ids)
+    assert pieces == [text.text for text in last.outputs]
+    assert ids == [text.token_ids for text in last.outputs]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_wait_for_the_next_piece_may_time_out(text_llm, n):
+    params = SamplingParams(n=n, **SEVERAL)
+
+    async def read():
+        stream = text_llm.generate_async("The error log", params, streaming=True)
+        pieces, late, last = [""] * n, 0, None
+        while last is None or not last.finished:
+            try:
+                last = await asyncio.wait_for(anext(stream), 1e-4)
+            except (TimeoutError, asyncio.TimeoutError):
+                late += 1
+                await asyncio.sleep(1e-3)
+                continue
+            for text in last.outputs:
+                pieces[text.index] += text.text_diff
+        return pieces, late, last
+
+    pieces, late, last = asyncio.run(read())
+    assert late > 0
+    assert pieces == [text.text for text in last.outputs]
+    assert {text.finish_reason for text in last.outputs} == {"length"}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_cancelling_the_wait_for_a_result_ends_the_request(text_llm, n):
+    params = SamplingParams(n=n, **{**SEVERAL, "max_tokens": 200})
+
+    async def leave():
+        stream = text_llm.generate_async("The error log", params)
+        with pytest.raises((TimeoutError, asyncio.TimeoutError)):
+            await asyncio.wait_for(stream.aresult(), 0.05)
+        for _ in range(2000):
+            if stream._group.finished:
+                break
+            await asyncio.sleep(0.005)
+        return stream._group.output()
+
+    last = asyncio.run(leave())
+    assert {text.finish_reason for text in last.outputs} == {"cancelled"}
+
+
+def test_an_error_of_one_text_ends_the_others(text_llm, monkeypatch):
+    params = SamplingParams(n=3, **{**SEVERAL, "max_tokens": 200})
+    stream = text_llm.generate_async("The error log", params, streaming=True)
+
+    async def read():
+        await anext(stream)
+
+        async def fail():
+            raise RuntimeError("lost")
+
+        monkeypatch.setattr(type(stream._adopted[1]), "__anext__", lambda _: fail())
+        with pytest.raises(RuntimeError, match="lost"):
+            while True:
+                await anext(stream)
+        return [text.aborted for text in stream._adopted]
+
+    assert all(asyncio.run(read()))

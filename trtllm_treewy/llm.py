@@ -40,7 +40,7 @@ from .runtime.stats import EngineStats
 from .runtime.trtllm_engine import TrtllmEngine
 from .runtime.trtllm_engine import executor_maker as trtllm_executor_maker
 from .sampling_params import SamplingParams
-from .text_group import TextGroup, merge_streams
+from .text_group import MergedStream, TextGroup
 from .tokenizer import end_token_ids, load_tokenizer
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
@@ -505,10 +505,8 @@ class RequestStream:
             texts, streaming = self._group.texts, self._streaming
             self._adopted = [self._llm._adopt(handle, streaming) for handle in texts]
             one = len(self._adopted) == 1
-            self._merged = self._adopted[0] if one else merge_streams(self._adopted)
+            self._merged = self._adopted[0] if one else MergedStream(self._adopted, streaming)
         output = await anext(self._merged)
-        while not (self._streaming or output.finished):
-            output = await anext(self._merged)  # the others of its texts
         self._done = output.finished
         return output
 
@@ -516,10 +514,17 @@ class RequestStream:
         return self.aresult().__await__()
 
     async def aresult(self) -> RequestOutput:
-        """Waits for the end and returns the whole output, without blocking the event loop."""
+        """Waits for the end and returns the whole output, without blocking the event loop.
+
+        Cancelling the wait ends the request.
+        """
         output = None
-        async for output in self:
-            pass
+        try:
+            async for output in self:
+                pass
+        finally:
+            if not self._done:
+                self.abort()
         return output if output is not None else self._group.output()
 
     def result(self) -> RequestOutput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -82,32 +82,60 @@ def merged(outputs: Sequence[RequestOutput]) -> RequestOutput:
     )
 
 
-async def merge_streams(
-    streams: Sequence[Stream],
-) -> AsyncIterator[RequestOutput]:
-    """The streams of all texts as one, an output whenever there is more of any.
+class MergedStream:
+    """The streams of all texts as one: an output whenever there is more of any, or the whole.
 
-    Where it is left early, or one of them raises, all of them are ended.
+    A wait that is cancelled loses nothing, as with a stream of one text. Where one of them raises,
+    all of them are ended.
+
+    Args:
+        streams: one of each text, in order.
+        streaming: what they were made with; without it there is one output, at the end.
     """
-    latest: list[RequestOutput | None] = [None] * len(streams)
-    waiting = {asyncio.ensure_future(_next(stream)): i for i, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            latest = [None if output is None else _told(output) for output in latest]
+
+    def __init__(self, streams: Sequence[Stream], streaming: bool) -> None:
+        self._streams, self._streaming = list(streams), streaming
+        self._latest: list[RequestOutput | None] = [None] * len(self._streams)
+        self._waiting: dict[asyncio.Future[RequestOutput], int] | None = None
+
+    def __aiter__(self) -> MergedStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._waiting is None:
+            self._waiting = {}
+            for index in range(len(self._streams)):
+                self._wait_for(index)
+        if not self._waiting:
+            raise StopAsyncIteration
+        until = asyncio.FIRST_COMPLETED if self._streaming else asyncio.FIRST_EXCEPTION
+        done, _ = await asyncio.wait(self._waiting, return_when=until)
+        self._latest = [None if output is None else _told(output) for output in self._latest]
+        try:
             for task in done:
-                latest[waiting[task]] = output = task.result()
-                index = waiting.pop(task)
+                output = task.result()
+                index = self._waiting.pop(task)
+                self._latest[index] = output
                 if not output.finished:
-                    waiting[asyncio.ensure_future(_next(streams[index]))] = index
-            some = next(output for output in latest if output is not None)
-            yield merged([_nothing_of(some) if one is None else one for one in latest])
-    finally:
-        for task in waiting:
-            task.cancel()
-        if waiting:
-            for stream in streams:
-                stream.abort()
+                    self._wait_for(index)
+        except BaseException:
+            self._end()
+            raise
+        some = next(output for output in self._latest if output is not None)
+        return merged([_nothing_of(some) if one is None else one for one in self._latest])
+
+    def _wait_for(self, index: int) -> None:
+        assert self._waiting is not None
+        self._waiting[asyncio.ensure_future(_next(self._streams[index]))] = index
+
+    def _end(self) -> None:
+        """Ends all texts; what else they have to say is not heard."""
+        for task in self._waiting or ():
+            if not task.cancel() and not task.cancelled():
+                task.exception()  # or asyncio would log that nobody asked for it
+        self._waiting = {}
+        for stream in self._streams:
+            stream.abort()
 
 
 async def _next(stream: Stream) -> RequestOutput:
