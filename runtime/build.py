@@ -237,6 +237,13 @@ def make_decoder(
         return None
     options = graph_options(graphs, speculation, executor.limits.max_batch_size)
     if options is None:
+        warnings.warn(
+            f"steps are not captured as CUDA graphs: cuda_graph_config.batch_sizes are "
+            f"{list(graphs.batch_sizes or ())}, and none is left of them with max_batch_size "
+            f"{executor.limits.max_batch_size}"
+            + (f", and its own of {graphs.max_batch_size}" if graphs.max_batch_size else ""),
+            stacklevel=2,
+        )
         return None
     weight, config = executor.model.model.embed_tokens.weight, executor.model.config
     if config.is_moe and weight.is_cuda and not triton_ops.serves(weight):

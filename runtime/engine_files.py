@@ -136,6 +136,8 @@ def executor_maker(
     cache: KvCacheConfig,
     dtype: str | torch.dtype,
     device: torch.device,
+    *,
+    graphs: bool = True,
 ) -> ExecutorSource:
     """What makes the executor of an engine, once its limits are known (see `open_engine`).
 
@@ -159,7 +161,7 @@ def executor_maker(
         )
     config = ModelConfig.from_pretrained(directory)
     return ExecutorSource(
-        make=lambda limits: open_engine(directory, limits, device),
+        make=lambda limits: open_engine(directory, limits, device, graphs=graphs),
         weights=lambda limits: _weight_bytes(engine, config, limits),
         steps=lambda limits: _step_bytes(engine, config, limits),
         max_batch_size=engine.max_batch_size,
@@ -184,7 +186,12 @@ def _step_bytes(engine: EngineConfig, config: ModelConfig, limits: ExecutorLimit
 
 
 def open_engine(
-    directory: str | Path, limits: ExecutorLimits, device: torch.device, *, threads: int = 0
+    directory: str | Path,
+    limits: ExecutorLimits,
+    device: torch.device,
+    *,
+    threads: int = 0,
+    graphs: bool = True,
 ) -> NetworkExecutor:
     """The executor over the networks of an engine's directory.
 
@@ -193,6 +200,7 @@ def open_engine(
         limits: sizes of the pools, within the engine's.
         device: the CPU for an `onnx` engine, the GPU that a `tensorrt` engine was built on.
         threads: of ONNX Runtime; 0 leaves it to ONNX Runtime.
+        graphs: whether a `tensorrt` engine's steps become CUDA graphs.
 
     Raises:
         ImportError: there is no `onnxruntime`.
@@ -209,7 +217,7 @@ def open_engine(
     if engine.kind == ONNX:
         parts = _onnx_parts(directory, config, limits, threads)
     else:
-        parts = _tensorrt_parts(directory, engine, config, limits, device)
+        parts = _tensorrt_parts(directory, engine, config, limits, device, graphs)
         nodes = max(limits.max_batch_size * limits.max_nodes, widest_level(limits))
         capacity = DrafterCapacity(entries=engine.max_num_tokens, nodes=nodes)
     types = PoolTypes(
@@ -255,6 +263,7 @@ def _tensorrt_parts(
     config: ModelConfig,
     limits: ExecutorLimits,
     device: torch.device,
+    graphs: bool,
 ) -> Mapping[str, Network]:
     from .network_tensorrt import StepShapes, TensorRTEngines, TensorRTNetwork
 
@@ -278,6 +287,7 @@ def _tensorrt_parts(
             shared,
             buffers,
             replace(shapes, largest=largest_steps(name, limits, tokens)),
+            captures=graphs,
         )
         for name in parts
     }

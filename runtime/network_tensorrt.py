@@ -114,6 +114,7 @@ class TensorRTNetwork:
         engines: what it shares with the others.
         buffers: its inputs' and outputs' memory.
         shapes: what its steps are padded to.
+        captures: whether its steps become CUDA graphs; those of prompts never do.
 
     Raises:
         EngineMismatchError: the engine is not this network: a tensor, a type or a shape differs.
@@ -129,6 +130,8 @@ class TensorRTNetwork:
         engines: TensorRTEngines,
         buffers: StepBuffers,
         shapes: StepShapes,
+        *,
+        captures: bool = True,
     ) -> None:
         self.name = name
         self._engine, self._tensors, self._types = engine, tensors, types
@@ -136,7 +139,7 @@ class TensorRTNetwork:
         self._pools: dict[str, Tensor] = {}
         self._steps: OrderedDict[tuple[int, ...], _Step] = OrderedDict()
         self._free: _Step | None = None  # the context for shapes without a bucket
-        self._captures = name != PREFILL
+        self._captures = captures and name != PREFILL
         self._inputs = _check_tensors(name, engine, tensors, types, engines.trt)
         for sizes in shapes.largest:
             given = {x.name: shape_of(x, sizes) for x in self._inputs if not x.is_pool}

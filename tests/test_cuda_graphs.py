@@ -27,6 +27,7 @@ from engine_world import (
 
 from trtllm_treewy import LLM, SamplingParams
 from trtllm_treewy.draft_tree import DraftTree, TreeTopology
+from trtllm_treewy.llmapi import cuda_graph_config_from
 from trtllm_treewy.model.dummy import dummy_model
 from trtllm_treewy.runtime.acceptance_law import accept_by_depth
 from trtllm_treewy.runtime.cuda_graphs import GraphSizes, RecordedCalls
@@ -427,3 +428,18 @@ def test_random_weights_are_seeded_and_sane():
         if a.dim() > 1 or name.endswith(("A_log", "dt_bias")):
             assert not torch.equal(a, c)
         assert a.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "config", [{"batch_sizes": [16, 32]}, {"batch_sizes": [4, 8], "max_batch_size": 2}]
+)
+def test_no_size_that_can_be_captured_is_told(shipped_model, monkeypatch, config):
+    from trtllm_treewy import llm
+
+    build = llm.build_engine
+    graphs = cuda_graph_config_from(config)
+    monkeypatch.setattr(
+        llm, "build_engine", lambda *args, **more: build(*args, **{**more, "graphs": graphs})
+    )
+    with pytest.warns(UserWarning, match="not captured as CUDA graphs.*max_batch_size 8"):
+        assert texts_of(shipped_model, None, [SamplingParams(max_tokens=2)] * 4)

@@ -294,6 +294,26 @@ def test_what_cannot_be_captured_runs_all_the_same(executor, double, monkeypatch
     ]
 
 
+def test_graphs_can_be_left_out(engines, double):
+    """`cuda_graph_config=None`: every step is enqueued."""
+    with LLM(engines["shipped"][1], cuda_graph_config=None, **SETTINGS) as llm:
+        llm.generate(PROMPTS[0], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert [what for what, _ in double.events].count("enqueue") > 3
+    assert "capture" not in [what for what, _ in double.events]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, expected 1"),
+        ({"load_format": "dummy"}, "load_format is 'dummy', expected 'auto'"),
+    ],
+)
+def test_settings_that_an_engine_does_not_have(engines, double, setting, message):
+    with pytest.raises(ValueError, match=f"{message}: .* is an engine for one device"):
+        LLM(engines["shipped"][1], **setting, **SETTINGS)
+
+
 def test_states_are_bound_in_place(executor, double):
     """Each state's output at the address of its input: the pools' own memory, layer by layer."""
     batch = random_prompts(generator(1), executor.config.vocab_size, [4], [1], [0])

@@ -831,8 +831,7 @@ def test_an_error_of_one_text_ends_the_others(text_llm, monkeypatch):
 
         monkeypatch.setattr(type(stream._adopted[1]), "__anext__", lambda _: fail())
         with pytest.raises(RuntimeError, match="lost"):
-            while True:
-                await anext(stream)
+            _ = [output async for output in stream]
         return [text.aborted for text in stream._adopted]
 
     assert all(asyncio.run(read()))

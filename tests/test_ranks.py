@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import signal
@@ -22,6 +23,9 @@ from trtllm_treewy.batch import PrefillBatch, TreeBatch
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.export.checkpoint import load_rank
 from trtllm_treewy.export.sharding import shard_config
+from trtllm_treewy.model import Qwen3_5ForCausalLM
+from trtllm_treewy.model.collectives import SingleRank
+from trtllm_treewy.model.dummy import dummy_rank
 from trtllm_treewy.runtime import rank_workers
 from trtllm_treewy.runtime.errors import EngineDeadError
 from trtllm_treewy.runtime.executor import ExecutorLimits
@@ -104,6 +108,42 @@ def pair(tmp_path, shipped_model):
 
 def long_request(llm):
     return llm.generate_async([3, 4], SamplingParams(max_tokens=200, ignore_eos=True), True)
+
+
+def test_random_weights_over_ranks_need_a_config_alone(tmp_path):
+    """`load_format="dummy"` with several ranks: no weights are read, nor looked for."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(moe=True, vocab_size=96)))
+    speculation = {"max_draft_len": 2}
+    with LLM(
+        tmp_path, **SETTINGS, speculative_config=speculation,
+        load_format="dummy", tensor_parallel_size=2,
+    ) as llm:  # fmt: skip
+        output = llm.generate([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 12
+    assert output.error is None
+
+
+def test_random_weights_of_ranks_share_what_is_not_divided():
+    class Rank(SingleRank):
+        ranks = 2
+
+        def __init__(self, rank):
+            self.rank = rank
+
+    whole = ModelConfig.from_dict(hf_config(moe=True, vocab_size=96))
+    part = shard_config(whole, 2)
+    one, two = (
+        dict(dummy_rank(whole, part, torch.float32, torch.device("cpu"), Rank(rank))
+        .named_parameters()) for rank in range(2)
+    )  # fmt: skip
+    undivided = Qwen3_5ForCausalLM(whole).state_dict()
+    same = [name for name, x in undivided.items() if x.shape == one[name].shape]
+    assert any("mlp.gate" in name for name in same)
+    for name, x in one.items():
+        if name in same:
+            assert torch.equal(x, two[name])
+        elif x.dim() > 1:
+            assert not torch.equal(x, two[name])
 
 
 def test_a_fault_of_all_ranks_and_the_loss_of_one(pair):

@@ -189,6 +189,13 @@ def test_llm_names_what_is_missing(built):
         LLM(built, device="cpu", skip_tokenizer_init=True, max_seq_len=5000)
 
 
+@pytest.mark.parametrize("setting", [{"tensor_parallel_size": 2}, {"load_format": "dummy"}])
+def test_settings_that_an_engine_does_not_have(built, setting):
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"{name} is .* is an engine for one device"):
+        LLM(built, device="cpu", skip_tokenizer_init=True, **setting)
+
+
 def test_drafter_file(engine):
     config = TrtllmEngine.read(engine).config
     args = config, torch.float32, torch.device("cpu")

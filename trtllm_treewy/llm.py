@@ -28,7 +28,7 @@ from .llmapi import (
     speculation_config_from,
 )
 from .model import Qwen3_5ForCausalLM
-from .model.dummy import dummy_model
+from .model.dummy import dummy_model, dummy_rank
 from .outputs import CompletionOutput, RequestOutput
 from .runtime import async_engine
 from .runtime.build import build_engine
@@ -65,7 +65,8 @@ class LLM:
             drafts.
         kv_cache_config: `KvCacheConfig` or a dict of its fields.
         cuda_graph_config: `CudaGraphConfig` or a dict of its fields: which decoding steps are
-            captured as CUDA graphs, on a GPU; None for none.
+            captured as CUDA graphs, on a GPU; None for none. The steps of a TensorRT engine have
+            sizes of their own, and those of several ranks are not captured: a warning says so.
         load_format: "auto" reads the checkpoint; "dummy" makes random weights on the device, so
             that config.json is all that must be there. For measurements.
         max_batch_size: sequences decoded together; each holds a state slot. None takes as many of
@@ -129,12 +130,19 @@ class LLM:
             self.tokenizer = load_tokenizer(Path(tokenizer or directory))
         built = EngineConfig.read(directory)
         trtllm = TrtllmEngine.read(directory)
+        if built is not None or trtllm is not None:
+            _refuse_for_engine(directory, "tensor_parallel_size", tensor_parallel_size, 1)
+            _refuse_for_engine(directory, "load_format", load_format, "auto")
         if built is not None and built.kind == ONNX and device is None:
             device = "cpu"
         self.device = _device(device)
+        if built is not None or trtllm is not None or tensor_parallel_size > 1:
+            _warn_of_graphs(graphs, self.device)
         make_ranks = None
         if tensor_parallel_size > 1:
-            make_ranks = self._ranks_maker(directory, built, tensor_parallel_size, dtype, progress)
+            make_ranks = self._ranks_maker(
+                directory, tensor_parallel_size, dtype, load_format, progress
+            )
         if max_seq_len is None:
             limited = built or trtllm
             longest = limited.max_seq_len if limited else self.config.max_position_embeddings
@@ -142,8 +150,9 @@ class LLM:
         source = None
         if built is not None:
             source = executor_maker(
-                directory, built, self.speculation, cache_config, dtype, self.device
-            )
+                directory, built, self.speculation, cache_config, dtype, self.device,
+                graphs=graphs is not None,
+            )  # fmt: skip
             dtype = built.activation_dtype
             max_num_tokens = min(max_num_tokens, built.max_num_tokens)
         if trtllm is not None:
@@ -175,19 +184,17 @@ class LLM:
     def _ranks_maker(
         self,
         directory: Path,
-        built: EngineConfig | None,
         ranks: int,
         dtype: str | torch.dtype,
+        load_format: str,
         progress: Callable[[int, int], None] | None,
     ) -> Callable[[], RankGroup]:
         """What starts the ranks; ValueError where the model cannot be divided over so many."""
-        if built is not None:
-            raise ValueError(
-                f"tensor_parallel_size is {ranks}, expected 1: {directory} is an engine for one "
-                "device; give the checkpoint that it was built from"
-            )
         part = shard_config(self.config, ranks)
         rank_devices(self.device, ranks)
+        if load_format == "dummy":
+            make = partial(dummy_rank, self.config, part, resolve_dtype(dtype, self.config))
+            return lambda: RankGroup(part, make, ranks, self.device)
         load = partial(load_rank, directory, self.config, dtype)
         return lambda: RankGroup(
             part, load, ranks, self.device, load_first=partial(load, progress=progress)
@@ -584,6 +591,25 @@ def _check_ranks(size: Any) -> None:
     """Raises ValueError unless `size` is a number of ranks."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"tensor_parallel_size must be an integer >= 1, got {size!r}")
+
+
+def _refuse_for_engine(directory: Path, name: str, value: Any, only: Any) -> None:
+    """Raises ValueError unless a setting has the one value that it can have for an engine."""
+    if value != only:
+        raise ValueError(
+            f"{name} is {value!r}, expected {only!r}: {directory} is an engine for one device, "
+            "with its weights in it; give the checkpoint that it was built from"
+        )
+
+
+def _warn_of_graphs(graphs: CudaGraphConfig | None, device: torch.device) -> None:
+    """Warns whoever asked for graphs where the settings of them have no effect."""
+    if graphs is not None and graphs is not DEFAULT_GRAPHS and device.type == "cuda":
+        warnings.warn(
+            "cuda_graph_config has no effect here: TensorRT engines choose the steps that are "
+            "captured, and those of a model over several GPUs are not",
+            stacklevel=3,
+        )
 
 
 def _load(
