@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from trtllm_treewy.engine_config import (
     digest,
     digest_of,
 )
+from trtllm_treewy.new_directory import new_directory
 from trtllm_treewy.plugin_contract import VERSION
 
 from .checkpoint import find_sources, resolve_dtype
@@ -143,7 +142,7 @@ def build_engine_directory(
     if plan.up_to_date and not force:
         return False
     _check_space(plan)
-    with new_directory(plan.output) as folder:
+    with new_directory(plan.output, keep=plan.checkpoint) as folder:
         config = _build(plan, options, builder, folder, progress)
         _write_config(plan.checkpoint, folder, config)
     return True
@@ -261,50 +260,6 @@ def _check_space(plan: BuildPlan) -> None:
             f"the build needs {plan.disk_bytes / 2**30:.1f} GiB in {place}, which has "
             f"{free / 2**30:.1f} GiB free"
         )
-
-
-@contextmanager
-def new_directory(output: Path) -> Iterator[Path]:
-    """A directory that takes the place of `output` at the end, or goes if anything is raised."""
-    output = output.absolute()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{output.name}.building-"
-    _remove_abandoned(output, prefix)
-    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=output.parent))
-    old = folder.with_name(f"{folder.name}-old")
-    try:
-        yield folder
-        folder.chmod(0o755)
-        if output.exists():
-            output.rename(old)
-        folder.rename(output)
-    finally:
-        if old.exists() and not output.exists():
-            old.rename(output)  # an error or an interrupt between the two moves
-        for path in (folder, old):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove_abandoned(output: Path, prefix: str) -> None:
-    """What builds of this engine left that were killed, by process ids that run no more."""
-    for path in sorted(output.parent.glob(f"{prefix}*")):
-        pid = path.name.removeprefix(prefix).split("-")[0]
-        if not pid.isdigit() or _runs(int(pid)):
-            continue
-        if path.name.endswith("-old") and not output.exists():
-            path.rename(output)  # killed between the two moves: the engine before it is whole
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _build(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trtllm_treewy.config import read_json
+from trtllm_treewy.new_directory import new_directory
 from trtllm_treewy.tensorrt_package import LIBRARY_VARIABLE, find_plugins, load_plugins
 from trtllm_treewy.trtllm_config import (
     ARCHITECTURE,
@@ -32,10 +33,15 @@ from .trtllm.settings import build_settings
 
 PROGRAM = "trtllm-build"
 EXIT_OK, EXIT_USER_ERROR = 0, 2
-FLAGS_HELP = (
-    "Beside trtllm-build's own flags: --treewy_plugin {auto,float16,bfloat16,float32,disable}, "
-    "--treewy_max_nodes N, --treewy_library FILE."
-)
+# What `--help` says where the library is not there to say it.
+HELP = """\
+usage: trtllm-build --checkpoint_dir CKPT_DIR --output_dir ENGINE_DIR [options]
+
+TensorRT-LLM's own command, with these options beside its own:
+  --treewy_plugin {auto,float16,bfloat16,float32,disable}
+  --treewy_max_nodes N
+  --treewy_library FILE
+docs/trtllm.md explains them. Its own are not shown:"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +66,13 @@ def run(argv: list[str]) -> None:
         ValueError, OSError: it cannot be built, with the reason; nothing was written.
         SystemExit: after `--help`.
     """
-    build = _library()
+    try:
+        build = _library()
+    except ValueError as error:
+        if not {"-h", "--help"} & set(argv):
+            raise
+        print(HELP, error)
+        return
     argv, library = _take_library(argv)
     args = _parse(build, argv)
     ours = _checkpoint_is_ours(args)
@@ -68,8 +80,8 @@ def run(argv: list[str]) -> None:
         _check(build, args)
     _check_devices()
     loaded = _load(library) if ours or _plugin(args) is not None else None
-    output = Path(args.output_dir)
-    with _output(output, args.dry_run) as folder, _named(loaded):
+    output, place = Path(args.output_dir), args.checkpoint_dir or args.model_config
+    with _output(output, place, args.dry_run) as folder, _named(loaded):
         _run_command(build, [*argv, "--output_dir", str(folder)])
         if ours:
             _finish(args, folder)
@@ -224,7 +236,7 @@ def _is_engine(folder: Path) -> bool:
 
 
 @contextmanager
-def _output(output: Path, dry_run: bool) -> Iterator[Path]:
+def _output(output: Path, checkpoint: str, dry_run: bool) -> Iterator[Path]:
     """Where to build: a new directory that takes the place of `output` once it is whole.
 
     With several processes (MPI) each writes its own ranks, so they write in place, as without us.
@@ -240,9 +252,7 @@ def _output(output: Path, dry_run: bool) -> Iterator[Path]:
     if mpi_world_size() > 1:
         yield output
         return
-    from .build_engine import new_directory
-
-    with new_directory(output) as folder:
+    with new_directory(output, keep=checkpoint) as folder:
         yield folder
 
 

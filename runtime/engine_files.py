@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -83,6 +84,11 @@ def check_engine(
     if engine.kind == ONNX and "bfloat16" in (engine.activation_dtype, engine.state_dtype):
         raise EngineMismatchError(
             f"{directory}: ONNX Runtime's CPU provider has no bfloat16; build it with float32"
+        )
+    if engine.kind == ONNX and find_spec("onnxruntime") is None:
+        raise EngineMismatchError(
+            f"{directory} is an engine for ONNX Runtime, and the package onnxruntime is not "
+            "installed: pip install onnxruntime"
         )
     engine.check_files(directory, contents=False)
 
@@ -203,7 +209,6 @@ def open_engine(
         graphs: whether a `tensorrt` engine's steps become CUDA graphs.
 
     Raises:
-        ImportError: there is no `onnxruntime`.
         ValueError: it is no engine, or does not fit (`check_engine`, `check_limits`).
     """
     directory = Path(directory)

@@ -218,6 +218,8 @@ def test_what_the_command_refuses(shipped_model, capsys, monkeypatch):
     from trtllm_treewy.cli import extras
 
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    assert "install trtllm-treewy[bench]" in run(str(shipped_model), "--plot", "x.png")
-    with pytest.raises(ValueError, match=r"serve needs the package uvicorn; install"):
+    assert "pip install 'trtllm-treewy[bench]'" in run(str(shipped_model), "--plot", "x.png")
+    with pytest.raises(ValueError, match=r"serve needs the packages? uvicorn: pip install"):
         extras.expect_packages("serve", "serve", "uvicorn")
+    with pytest.raises(ValueError, match=r"the packages a, b: pip install 'trtllm-treewy\[c\]"):
+        extras.expect_packages("serve", "c", "a", "b")

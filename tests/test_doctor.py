@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trtllm_treewy import cuda_library, doctor
+from trtllm_treewy import cuda_library, doctor, tensorrt_package
 
 NAMES = [
     "Python",
@@ -17,11 +17,20 @@ NAMES = [
     "TensorRT Python package",
     "TensorRT library",
     "TensorRT-LLM",
+    "ONNX Runtime",
     "Triton client",
     "Triton server",
-    "plugin library",
+    "Triton compiler",
+    "CUDA kernels",
+    "TensorRT plugins",
     "transformers",
 ]
+
+
+LIBRARIES = {
+    "CUDA kernels": cuda_library.LIBRARY_VARIABLE,
+    "TensorRT plugins": tensorrt_package.LIBRARY_VARIABLE,
+}
 
 
 def check(name):
@@ -37,7 +46,8 @@ def nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.os, "access", lambda *args: False)
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv(cuda_library.LIBRARY_VARIABLE, str(tmp_path / "none.so"))
+    for variable in LIBRARIES.values():
+        monkeypatch.setenv(variable, str(tmp_path / "none.so"))
 
 
 @pytest.fixture
@@ -94,8 +104,9 @@ def test_report_has_every_finding():
 def test_empty_machine(nothing):
     found = {item["name"]: item["found"] for item in doctor.collect()}
     assert found == {name: name == "Python" for name in NAMES}
-    assert "reference operators in torch serve" in check("plugin library")["meaning"]
-    assert "none.so" in check("plugin library")["detail"]
+    assert "reference operators in torch serve" in check("CUDA kernels")["meaning"]
+    for name in LIBRARIES:
+        assert "none.so" in check(name)["detail"]
 
 
 def test_a_check_that_raises_becomes_a_finding(monkeypatch):
@@ -204,21 +215,28 @@ def test_triton(installed, monkeypatch, tmp_path):
     assert check("Triton server")["detail"] == str(path)
 
 
-def test_plugin_library_from_the_environment(monkeypatch, tmp_path):
-    library = tmp_path / cuda_library.LIBRARY_NAME
-    monkeypatch.setenv(cuda_library.LIBRARY_VARIABLE, str(library))
-    assert not check("plugin library")["found"]
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("CUDA kernels", cuda_library.LIBRARY_NAME),
+        ("TensorRT plugins", tensorrt_package.LIBRARY),
+    ],
+)
+def test_libraries_from_the_environment(monkeypatch, tmp_path, name, file):
+    library = tmp_path / file
+    monkeypatch.setenv(LIBRARIES[name], str(library))
+    assert not check(name)["found"]
     library.write_bytes(b"")
     for named in (library, tmp_path):  # the file, or the folder it is in
-        monkeypatch.setenv(cuda_library.LIBRARY_VARIABLE, str(named))
-        assert check("plugin library")["found"]
-        assert check("plugin library")["detail"] == str(library)
+        monkeypatch.setenv(LIBRARIES[name], str(named))
+        assert check(name)["found"]
+        assert check(name)["detail"] == str(library)
 
 
-def test_plugin_library_in_the_usual_places(monkeypatch):
+def test_kernels_in_the_usual_places(monkeypatch):
     monkeypatch.delenv(cuda_library.LIBRARY_VARIABLE, raising=False)
     assert all(path.name == cuda_library.LIBRARY_NAME for path in cuda_library.library_candidates())
     assert (
-        cuda_library.LIBRARY_VARIABLE in check("plugin library")["meaning"]
-        or check("plugin library")["found"]
+        cuda_library.LIBRARY_VARIABLE in check("CUDA kernels")["meaning"]
+        or check("CUDA kernels")["found"]
     )

@@ -32,6 +32,7 @@ from trtllm_treewy.export.build_engine import (
     plan_build,
 )
 from trtllm_treewy.export.profiles import BuildLimits, make_profile
+from trtllm_treewy.runtime import engine_files
 from trtllm_treewy.runtime.engine_files import (
     check_engine,
     check_limits,
@@ -373,7 +374,7 @@ def edited(folder, **changes):
     path.write_text(json.dumps(raw))
 
 
-def test_engines_that_do_not_fit_are_refused(model, tmp_path):
+def test_engines_that_do_not_fit_are_refused(model, tmp_path, monkeypatch):
     """Another plugin version, device, type, format, limit; files missing or cut short."""
     out = tmp_path / "engine"
     build_engine_directory(model, out, OPTIONS)
@@ -386,6 +387,10 @@ def test_engines_that_do_not_fit_are_refused(model, tmp_path):
         check_engine(replace(engine, plugin_version="7"), out, CPU)
     with pytest.raises(ValueError, match="has no bfloat16"):
         check_engine(replace(engine, activation_dtype="bfloat16"), out, CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_files, "find_spec", lambda name: None)
+        with pytest.raises(ValueError, match="onnxruntime is not installed: pip install onnxrun"):
+            open_engine(out, LIMITS, CPU)
     with pytest.raises(ValueError, match="max_nodes is 25, .* at most 24: lower it, or build with"):
         check_limits(engine, replace(LIMITS, max_nodes=25))
     with pytest.raises(ValueError, match="is not an engine"):

@@ -835,3 +835,9 @@ def test_an_error_of_one_text_ends_the_others(text_llm, monkeypatch):
         return [text.aborted for text in stream._adopted]
 
     assert all(asyncio.run(read()))
+
+
+def test_long_texts_are_no_matter_of_the_tokenizer(text_llm, caplog, capfd):
+    """transformers warns of texts above its model_max_length; the limit is the engine's."""
+    assert len(text_llm.tokenizer.encode("a b " * 5000)) > 8192
+    assert "longer than" not in caplog.text + capfd.readouterr().err

@@ -245,6 +245,10 @@ def test_without_the_library(capsys):
     err = capsys.readouterr().err
     assert "tensorrt_llm is not installed" in err
     assert err.count("\n") == 1
+    assert main(["trtllm-build", "--help"]) == 0
+    out = capsys.readouterr().out
+    for said in ("--checkpoint_dir", "--treewy_plugin", "--treewy_library", "is not installed"):
+        assert said in out
 
 
 def test_a_library_that_is_not_as_expected(world, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""What this machine has of CUDA, TensorRT, Triton and the plugin library, and what that means.
+"""What this machine has of CUDA, TensorRT, Triton and our own libraries, and what that means.
 
 Looks without importing: versions come from package metadata, libraries from the loader's search
 path. Only torch is imported, as everything else here needs it. Nothing in here raises.
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from .cuda_library import LIBRARY_VARIABLE, library_candidates
+from .tensorrt_package import LIBRARY_VARIABLE as PLUGINS_VARIABLE
+from .tensorrt_package import plugin_candidates
 
 _TIMEOUT_S = 10.0
 
@@ -45,9 +47,12 @@ def collect() -> list[Check]:
         ("TensorRT Python package", _tensorrt_package),
         ("TensorRT library", _tensorrt_library),
         ("TensorRT-LLM", _tensorrt_llm),
+        ("ONNX Runtime", _onnx_runtime),
         ("Triton client", _triton_client),
         ("Triton server", _triton_server),
-        ("plugin library", _plugin_library),
+        ("Triton compiler", _triton_compiler),
+        ("CUDA kernels", _cuda_kernels),
+        ("TensorRT plugins", _tensorrt_plugins),
         ("transformers", _transformers),
     ]
     return [_guarded(name, check) for name, check in checks]
@@ -239,8 +244,19 @@ def _tensorrt_llm() -> Check:
         "TensorRT-LLM",
         version is not None,
         version or "",
-        "its checkpoint format and trtllm-build are there",
-        "no conversion to TensorRT-LLM engines; not needed to run models in torch",
+        "trtllm-build makes engines of converted checkpoints; --trtllm looks more closely",
+        "no trtllm-build; convert-checkpoint, and models in torch, do without",
+    )
+
+
+def _onnx_runtime() -> Check:
+    version = _version("onnxruntime")
+    return _check(
+        "ONNX Runtime",
+        version is not None,
+        version or "",
+        "engines of build --backend onnx run here",
+        "engines of build --backend onnx do not run here: pip install onnxruntime",
     )
 
 
@@ -270,18 +286,39 @@ def _triton_server() -> Check:
     )
 
 
-def _plugin_library() -> Check:
-    looked = library_candidates()
-    present = [path for path in looked if path.is_file()]
-    detail = f"looked for {', '.join(map(str, looked))}" if looked else "switched off"
-    detail = str(present[0]) if present else detail
+def _triton_compiler() -> Check:
+    version = _version("triton")
     return _check(
-        "plugin library",
-        bool(present),
-        detail,
-        "the CUDA kernels serve the operators on a GPU",
+        "Triton compiler",
+        version is not None,
+        version or "",
+        "attention, experts and norms run by its kernels on a GPU",
+        "attention, experts and norms run by torch alone; it comes with torch for CUDA",
+    )
+
+
+def _cuda_kernels() -> Check:
+    return _library(
+        "CUDA kernels",
+        library_candidates(),
+        "they serve the operators on a GPU",
         f"reference operators in torch serve; {LIBRARY_VARIABLE} names a library elsewhere",
     )
+
+
+def _tensorrt_plugins() -> Check:
+    return _library(
+        "TensorRT plugins",
+        plugin_candidates(),
+        "TensorRT engines can be built and run with them",
+        f"no TensorRT engines: run ./build.sh; {PLUGINS_VARIABLE} names a library elsewhere",
+    )
+
+
+def _library(name: str, looked: Sequence[Path], if_found: str, if_not: str) -> Check:
+    present = [path for path in looked if path.is_file()]
+    detail = f"looked for {', '.join(map(str, looked))}" if looked else "switched off"
+    return _check(name, bool(present), str(present[0]) if present else detail, if_found, if_not)
 
 
 def _transformers() -> Check:

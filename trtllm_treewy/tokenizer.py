@@ -7,6 +7,8 @@ from typing import Any
 
 from .config import ModelConfig, read_json
 
+NO_LIMIT = 1 << 60
+
 
 def load_tokenizer(directory: Path) -> Any:
     """The tokenizer of a Hugging Face directory.
@@ -23,8 +25,12 @@ def load_tokenizer(directory: Path) -> Any:
             "skip_tokenizer_init=True to work with token ids"
         )
     try:
+        # Lengths are checked here, by the engine's limit; transformers would warn of its own.
         return AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
+            str(directory),
+            local_files_only=True,
+            trust_remote_code=False,
+            model_max_length=NO_LIMIT,
         )
     except Exception as error:
         raise ValueError(f"{directory}: the tokenizer does not load: {error}") from error

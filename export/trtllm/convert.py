@@ -20,6 +20,7 @@ from torch import Tensor
 from trtllm_treewy.config import ModelConfig, read_json
 from trtllm_treewy.engine_config import EngineConfig
 from trtllm_treewy.model import Qwen3_5ForCausalLM
+from trtllm_treewy.new_directory import new_directory
 from trtllm_treewy.trtllm_config import (
     DRAFT_FILE,
     KEY,
@@ -28,7 +29,7 @@ from trtllm_treewy.trtllm_config import (
     model_config,
 )
 
-from ..build_engine import TEXT_FILES, new_directory
+from ..build_engine import TEXT_FILES
 from ..checkpoint import DTYPES, Source, find_sources, read_tensors, resolve_dtype
 from ..onnx_export import parameter_shapes
 from .safetensors_writer import SafetensorsWriter
@@ -85,7 +86,7 @@ def convert_checkpoint(
     _check_output(checkpoint, output)
     name = str(target_dtype).removeprefix("torch.")
     settings = checkpoint_config(config, name, ranks, max_position_embeddings)
-    with new_directory(output) as folder:
+    with new_directory(output, keep=checkpoint) as folder:
         _write_ranks(folder, wanted, sources, config, ranks, target_dtype, progress)
         _write_drafter(folder, sources, target_dtype)
         copy_text_files(checkpoint, folder)

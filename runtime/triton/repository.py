@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.engine_config import EngineConfig
+from trtllm_treewy.new_directory import new_directory
 
 from .config_pbtxt import Instances, config_text
 from .settings import parameters_of, read_parameters
@@ -77,19 +77,9 @@ def write_model(
     if target.exists() and not force:
         raise FileExistsError(f"{target} exists; --force replaces it")
     files = [] if model_path is not None else list(model_files(model))
-    part = repository / f".{name}.{os.getpid()}.part"
-    made = [folder for folder in (repository, *repository.parents) if not folder.exists()]
-    try:
-        part.mkdir(parents=True)
+    with new_directory(target, keep=model if model_path is not None else None) as part:
         _expect_room(part, sum(file.stat().st_size for file in files))
         _fill(part, config_text(name, parameters, instances), model, files)
-        _replace(part, target)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        for folder in made:
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
-        raise
     return target
 
 
@@ -117,20 +107,6 @@ def _fill(part: Path, config: str, model: Path, files: list[Path]) -> None:
         copy = version / CHECKPOINT / file.relative_to(model)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)  # what a link points to, not the link
-
-
-def _replace(part: Path, target: Path) -> None:
-    """Puts `part` in the place of `target`, which is there in whole until then."""
-    old = part.with_suffix(".old")
-    if target.exists():
-        target.rename(old)
-    try:
-        part.rename(target)
-    except BaseException:
-        if old.exists():
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _expect_room(folder: Path, needed: int) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .extras import expect_packages
 from .program import EXIT_OK
 from .sizes import format_size
 from .streams import write_err
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     """Builds, or prints the plan; an exit code."""
-    _need_onnx()
+    expect_packages("build", "export", "onnx")
     from ..export.build_engine import BuildOptions, build_engine_directory, plan_build
     from ..export.profiles import BuildLimits
 
@@ -49,13 +50,6 @@ def run(args: argparse.Namespace) -> int:
     what = "built" if built else "is up to date (--force builds it again)"
     write_err(f"{args.output} {what}\n")
     return EXIT_OK
-
-
-def _need_onnx() -> None:
-    try:
-        import onnx  # noqa: F401
-    except ImportError:
-        raise ValueError("build needs the package onnx: pip install onnx") from None
 
 
 def _default_length(model: str) -> int:

@@ -9,6 +9,8 @@ def expect_packages(command: str, extra: str, *names: str) -> None:
     """Raises ValueError for the packages that are missing, saying what to install."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
+        several = "s" if len(missing) > 1 else ""
         raise ValueError(
-            f"{command} needs the package {' and '.join(missing)}; install trtllm-treewy[{extra}]"
+            f"{command} needs the package{several} {', '.join(missing)}: "
+            f"pip install 'trtllm-treewy[{extra}]', in a checkout pip install -e '.[{extra}]'"
         )

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
 
     target = write_model(
         Path(args.output),
-        args.name or Path(args.model).resolve().name,
+        Path(args.model).resolve().name if args.name is None else args.name,
         Path(args.model),
         args,
         Instances(count=args.replicas, gpus=args.gpus, cpu=args.cpu),
