@@ -395,6 +395,18 @@ def test_engines_that_do_not_fit_are_refused(model, tmp_path, monkeypatch):
         check_limits(engine, replace(LIMITS, max_nodes=25))
     with pytest.raises(ValueError, match="is not an engine"):
         open_engine(model, LIMITS, CPU)
+    for key, value in (
+        ("max_batch_size", "8"), ("max_nodes", 0), ("max_seq_len", True), ("max_num_tokens", None),
+        ("kv_dtype", "float8"), ("stash_dtype", 1), ("kind", []), ("attention", "flash"),
+        ("plugins", 1), ("gpu", 3), ("builder", None), ("scratch", {"verify": -1}),
+        ("seconds", {"verify": "1"}), ("files", []), ("files", {"a": {"bytes": 1}}),
+        ("files", {"a": {"bytes": "1", "sha256": ""}}),
+    ):  # fmt: skip
+        good = (out / "config.json").read_text()
+        edited(out, **{key: value})
+        with pytest.raises(ValueError, match=f"{key} must be .*, got .*changed after the build"):
+            EngineConfig.read(out)
+        (out / "config.json").write_text(good)
     edited(out, surprise=1)
     with pytest.raises(ValueError, match="missing or unknown: surprise"):
         EngineConfig.read(out)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,53 @@ ATTENTIONS = (STANDARD, ATTENTION_OP)
 
 class EngineMismatchError(ValueError):
     """An engine cannot run here, or not as asked; the message says what does not fit."""
+
+
+def _is_size(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_file(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"bytes", "sha256"}
+        and _is_size(value["bytes"])
+        and isinstance(value["sha256"], str)
+    )
+
+
+def _is_mapping(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(map(fits, value.values()))
+
+
+def _one_of(names: tuple[str, ...]) -> tuple[str, Callable[[Any], bool]]:
+    return f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names
+
+
+# What a field of `EngineConfig` may hold, by its annotation or its entry in `_CHOICES`.
+_EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a text", lambda x: isinstance(x, str)),
+    "str | None": ("a text or null", lambda x: x is None or isinstance(x, str)),
+    "int": ("an integer >= 1", lambda x: _is_size(x, 1)),
+    "bool": ("true or false", lambda x: isinstance(x, bool)),
+    "Mapping[str, EngineFile]": (
+        "files, each with bytes and sha256",
+        lambda x: _is_mapping(x, _is_file),
+    ),
+    "Mapping[str, int]": ("integers >= 0 by name", lambda x: _is_mapping(x, _is_size)),
+    "Mapping[str, float]": (
+        "numbers by name",
+        lambda x: _is_mapping(x, lambda y: isinstance(y, (int, float))),
+    ),
+    "kind": _one_of(KINDS),
+    "dtype": _one_of(("float32", "float16", "bfloat16")),
+    "attention": _one_of(ATTENTIONS),
+}
+_CHOICES = {
+    "kind": "kind",
+    "attention": "attention",
+    **dict.fromkeys(("activation_dtype", "state_dtype", "stash_dtype", "kv_dtype"), "dtype"),
+}
 
 
 @dataclass(frozen=True)
@@ -109,7 +156,7 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, raw: Any, source: str) -> EngineConfig:
-        """Raises EngineMismatchError for another format, or keys that are missing or unknown."""
+        """That of a dict; EngineMismatchError for another format, other keys or wrong values."""
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             found = raw.get("format") if isinstance(raw, dict) else raw
             raise EngineMismatchError(
@@ -119,10 +166,13 @@ class EngineConfig:
         if raw.keys() != known:
             odd = sorted(raw.keys() ^ known)
             raise EngineMismatchError(f"{source}: {KEY}: missing or unknown: {', '.join(odd)}")
-        if raw["kind"] not in KINDS:
-            raise EngineMismatchError(
-                f"{source}: kind must be one of {', '.join(KINDS)}, got {raw['kind']}"
-            )
+        for x in fields(cls):
+            expected, fits = _EXPECTED[_CHOICES.get(x.name, str(x.type))]
+            if not fits(raw[x.name]):
+                raise EngineMismatchError(
+                    f"{source}: {x.name} must be {expected}, got {raw[x.name]!r}: it was changed "
+                    "after the build; build the engine again"
+                )
         files = {name: EngineFile(**file) for name, file in raw["files"].items()}
         return cls(**{**raw, "files": files})
 
