@@ -247,7 +247,17 @@ def test_reader_refuses(tmp_path):
         k: v for k, v in good["treewy"]["model_config"].items() if k != "dtype"}})  # fmt: skip
     reads("tensor parallelism alone", mapping={"tp_size": 2, "world_size": 4})
     reads("quant_algo is FP8", quantization={"quant_algo": "FP8"})
+    reads("quantization must be an object, got 7", quantization=7)
+    reads("expected a mapping with tp_size", mapping={"tp_size": True, "world_size": True})
     reads("dtype must be one of", dtype="int8")
+    ours = good["treewy"]
+    for name, value in (
+        ("hidden_size", 1.5), ("num_key_value_heads", True), ("layer_types", None),
+        ("layer_types", [1]), ("mtp_num_hidden_layers", "x"), ("tie_word_embeddings", 1),
+        ("rope_theta", "1e6"), ("eos_token_id", [None]), ("bos_token_id", "a"), ("dtype", None),
+    ):  # fmt: skip
+        spoilt = {**ours, "model_config": {**ours["model_config"], name: value}}
+        reads(f"model_config.{name} must be .*, got .*: convert it again", treewy=spoilt)
     path.write_text(json.dumps(good))
     shutil.copyfile(made / "draft.safetensors", made / "rank1.safetensors")
     with pytest.raises(ValueError, match="missing or unknown"):

@@ -126,11 +126,30 @@ def model_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     if not isinstance(values, Mapping) or values.keys() != known:
         odd = sorted(known ^ (values.keys() if isinstance(values, Mapping) else set()))
         raise ValueError(f"{source}: {KEY}.model_config: missing or unknown: {', '.join(odd)}")
+    for field in fields(ModelConfig):
+        if not _fits(str(field.type), values[field.name]):
+            raise ValueError(
+                f"{source}: {KEY}.model_config.{field.name} must be {field.type}, got "
+                f"{values[field.name]!r}: convert it again"
+            )
     lists = {name: tuple(values[name]) for name in ("layer_types", "eos_token_id")}
     try:
         return ModelConfig(**{**values, **lists})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from None
+
+
+def _fits(kind: str, value: Any) -> bool:
+    """Whether a value of JSON can be that of a field of `ModelConfig` with this annotation."""
+    if kind.startswith("tuple["):
+        item = kind.removeprefix("tuple[").partition(",")[0]
+        return isinstance(value, list | tuple) and all(_fits(item, x) for x in value)
+    if value is None:
+        return kind.endswith("None")
+    if isinstance(value, bool):
+        return kind == "bool"
+    types: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+    return isinstance(value, types.get(kind.partition(" ")[0], ()))
 
 
 def checkpoint_ranks(raw: Mapping[str, Any], source: str) -> int:
@@ -142,7 +161,7 @@ def checkpoint_ranks(raw: Mapping[str, Any], source: str) -> int:
     """
     mapping = raw.get("mapping")
     ranks = mapping.get("tp_size") if isinstance(mapping, Mapping) else None
-    if not isinstance(mapping, Mapping) or not isinstance(ranks, int) or ranks < 1:
+    if not isinstance(mapping, Mapping) or type(ranks) is not int or ranks < 1:
         raise ValueError(f"{source}: expected a mapping with tp_size, got {mapping!r}")
     if mapping.get("world_size") != ranks or mapping.get("moe_ep_size", 1) not in (1, -1):
         raise ValueError(
@@ -153,7 +172,10 @@ def checkpoint_ranks(raw: Mapping[str, Any], source: str) -> int:
         raise ValueError(
             f"{source}: dtype must be one of {', '.join(SUPPORTED_DTYPES)}, got {raw.get('dtype')}"
         )
-    quantised = (raw.get("quantization") or {}).get("quant_algo")
+    quantization = raw.get("quantization") or {}
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"{source}: quantization must be an object, got {quantization!r}")
+    quantised = quantization.get("quant_algo")
     if quantised is not None:
         raise ValueError(f"{source}: quant_algo is {quantised}, expected none")
     return ranks
