@@ -241,6 +241,11 @@ def test_reader_refuses(tmp_path):
         with pytest.raises(ValueError, match=reason):
             load_checkpoint(made)
 
+    with pytest.raises(ValueError, match="made is a converted checkpoint, for TensorRT-LLM: build"):
+        convert_checkpoint(made, tmp_path / "again")
+    path.write_text('{"pretrained_config": 7}')
+    with pytest.raises(ValueError, match="pretrained_config: expected an object, got 7"):
+        ModelConfig.from_pretrained(made)
     reads("architecture is 'LlamaForCausalLM'", architecture="LlamaForCausalLM")
     reads("format 7", treewy={"format": 7})
     reads("missing or unknown: dtype", treewy={"format": 1, "model_config": {

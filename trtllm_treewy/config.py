@@ -178,10 +178,15 @@ class ModelConfig:
             raise FileNotFoundError(f"model directory {str(root)!r} does not exist")
         path = root / "config.json"
         raw = read_json(path)
-        if "pretrained_config" in raw:  # an engine of trtllm-build
-            from .trtllm_config import ENGINE_KEY, model_config
+        from .trtllm_config import ARCHITECTURE, ENGINE_KEY, model_config
 
+        if ENGINE_KEY in raw:  # an engine of trtllm-build
             return model_config(raw[ENGINE_KEY], f"{path}: {ENGINE_KEY}")
+        if raw.get("architecture") == ARCHITECTURE:
+            raise ValueError(
+                f"{root} is a converted checkpoint, for TensorRT-LLM: build an engine of it with "
+                "trtllm-build, or give the checkpoint that it was converted from"
+            )
         config = cls.from_dict(raw, source=str(path))
         sidecar = root / "hf_quant_config.json"
         if sidecar.is_file():

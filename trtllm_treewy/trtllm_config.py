@@ -102,7 +102,7 @@ def _experts(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def model_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
+def model_config(raw: Any, source: str) -> ModelConfig:
     """Our `ModelConfig` of a checkpoint's config.json, or of an engine's `pretrained_config`.
 
     Args:
@@ -112,6 +112,8 @@ def model_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     Raises:
         ValueError: it is of another model or another version of this package.
     """
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{source}: expected an object, got {raw!r}")
     architecture = raw.get("architecture")
     if architecture != ARCHITECTURE:
         raise ValueError(f"{source}: architecture is {architecture!r}, expected {ARCHITECTURE}")
