@@ -73,6 +73,19 @@ def test_recognised(built):
     assert ModelConfig.from_pretrained(built) == raw
 
 
+def test_a_triton_repository_takes_it(built, tmp_path, monkeypatch):
+    """All of it, and what is there is an engine again."""
+    pytest.importorskip("prometheus_client", reason="the extra triton is not installed")
+    from trtllm_treewy.cli import main
+
+    models = tmp_path / "models"
+    assert main(["triton-repo", str(built), "--output", str(models), "--name", "tiny"]) == 0
+    copy = models / "tiny" / "1" / "checkpoint"
+    assert {x.name for x in copy.iterdir()} == {x.name for x in built.iterdir()}
+    assert TrtllmEngine.read(copy).config == TrtllmEngine.read(built).config
+    assert (copy / "rank0.engine").read_bytes() == (built / "rank0.engine").read_bytes()
+
+
 def test_others_are_not_taken_for_one(tmp_path, shipped_model):
     assert TrtllmEngine.read(shipped_model) is None
     assert TrtllmEngine.read(tmp_path) is None
