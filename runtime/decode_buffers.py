@@ -43,7 +43,7 @@ class BufferSizes:
         return rows + (self.slots + 1) * per_slot
 
 
-class StepBuffers:
+class DecodeBuffers:
     """The buffers of all captured steps of an executor.
 
     Attributes:

@@ -22,7 +22,7 @@ from trtllm_treewy.model import Qwen3_5ForCausalLM
 
 from .acceptance import Acceptance, greedy_accept
 from .cuda_graphs import GraphRunner, GraphSizes
-from .decode_buffers import BufferSizes, StepBuffers
+from .decode_buffers import BufferSizes, DecodeBuffers
 from .head import greedy_tokens
 from .sequence_pools import SequencePools
 from .state_manager import TreeGdnStep
@@ -82,7 +82,7 @@ class DecodeGraphs:
         self.options, self.sizes = options, options.sizes
         topology = options.topology
         dtype = model.model.embed_tokens.weight.dtype
-        self.buffers = StepBuffers(
+        self.buffers = DecodeBuffers(
             buffer_sizes(pools.limits.max_batch_size, model.config.hidden_size, options),
             dtype,
             pools.device,

@@ -134,6 +134,10 @@ class Engine:
         if self._prefixes is not None:
             self._prefixes.clear()
 
+    def close(self) -> None:
+        """Ends what the executor has running beside it; no step may come after."""
+        self._executor.close()
+
     def step(self) -> None:
         """One engine step: some prompt tokens, and one tree for every decoding sequence.
 

@@ -124,6 +124,10 @@ class Executor(Protocol):
         """Forgets a verified tree that was not committed, if there is one."""
         ...
 
+    def close(self) -> None:
+        """Ends what runs beside it; safe to call twice. No other call may follow."""
+        ...
+
     def draft_extend(self, batch: PrefillBatch, hidden: Tensor) -> StepOutput:
         """Enters verified tokens into the MTP module's cache.
 

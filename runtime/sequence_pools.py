@@ -118,6 +118,9 @@ class SequencePools:
             limits.num_checkpoints, config.hidden_size, dtype=activation_dtype, device=device
         )
 
+    def close(self) -> None:
+        """Nothing runs beside it."""
+
     @property
     def pages(self) -> Pages:
         return self.kv_cache

@@ -14,7 +14,7 @@ from torch import Tensor
 from trtllm_treewy.draft_tree import TreeTopology
 from trtllm_treewy.model import AttentionStep, Qwen3_5ForCausalLM
 
-from .decode_buffers import StepBuffers
+from .decode_buffers import DecodeBuffers
 from .head import best_children
 from .kv_cache import KvCache
 
@@ -103,7 +103,7 @@ class StaticDrafts:
         model: Qwen3_5ForCausalLM,
         kv_cache: KvCache,
         first_layer: int,
-        buffers: StepBuffers,
+        buffers: DecodeBuffers,
         topology: TreeTopology,
     ) -> None:
         self._model, self._cache, self._buffers = model, kv_cache, buffers

@@ -219,9 +219,7 @@ class LLM:
             self._engine.cancel([handle.request for handle in self._handles.values()])
             self._handles.clear()
             self._closed = True
-            close = getattr(self._engine._executor, "close", None)
-            if close is not None:
-                close()
+            self._engine.close()
 
     def memory_report(self) -> dict[str, int]:
         """What was planned, and allocated by it.
