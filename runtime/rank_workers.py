@@ -90,7 +90,7 @@ class RankWorkers:
             try:
                 line.send_bytes(message)
             except OSError:
-                self.lose(f"rank {rank} does not listen any more")
+                self.lose(self._watch.obituary(rank))
                 self.check()
 
     def post(self, call: Call) -> None:
@@ -157,7 +157,7 @@ class _Watch:
                 except (EOFError, OSError):
                     del open_lines[id(line)]
                     if not self.closing:
-                        self.lose(self._obituary(rank))
+                        self.lose(self.obituary(rank))
             self.check_lone_failures()
 
     def lose(self, reason: str) -> None:
@@ -211,7 +211,8 @@ class _Watch:
             if passed or time.monotonic() - since > GRACE:
                 self.lose(f"rank {rank} failed alone: {failed.reason}")
 
-    def _obituary(self, rank: int) -> str:
+    def obituary(self, rank: int) -> str:
+        """How a worker ended whose line broke; waits for it to end."""
         process = self._processes[rank - 1]
         who = f"rank {rank} (process {process.pid})"
         with suppress(subprocess.TimeoutExpired):

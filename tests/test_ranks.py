@@ -170,6 +170,23 @@ def test_a_fault_of_all_ranks_and_the_loss_of_one(pair):
     assert executor.pages.free_blocks == executor.limits.num_blocks
 
 
+def test_a_line_that_breaks_first_names_how_the_rank_ended(pair, monkeypatch):
+    """The writer of a call may meet the end of a worker before the watch does."""
+    workers = pair._engine._executor._workers
+    (worker,) = pair._engine._executor.process_ids
+    monkeypatch.setattr(workers._watch, "closing", True)  # the watch says nothing of it
+    os.kill(worker, signal.SIGKILL)
+
+    def post_until_it_breaks():  # when all the worker's threads have ended
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            workers.post(Call(0, (), Note("verify", ())))
+            time.sleep(0.01)
+
+    with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
+        post_until_it_breaks()
+
+
 def test_a_rank_that_fails_alone_is_told(pair):
     """To a reader in an event loop, too; the engine thread takes nothing more."""
     executor = pair._engine._executor
