@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtllm_treewy.tensorrt_package import load_plugins
+from trtllm_treewy.tensorrt_package import load_plugins, make_logger, reasons
 from trtllm_treewy.trtllm_bindings import EngineBinding
 
 
@@ -27,6 +27,7 @@ class TrtllmNetwork:
     Raises:
         ValueError: tensorrt_llm or the plugin library is missing, TensorRT refuses the engine, or
             its tensors are others.
+        RuntimeError: TensorRT gives no context. Its own reasons are in both messages.
     """
 
     def __init__(
@@ -34,11 +35,14 @@ class TrtllmNetwork:
     ) -> None:
         trt = _load_plugins()
         self._outputs = tuple(outputs)
-        logger = trt.Logger(trt.Logger.WARNING)
-        self._runtime: Any = trt.Runtime(logger)
+        self._logger: Any = make_logger(trt)
+        self._runtime: Any = trt.Runtime(self._logger)
         self._engine: Any = self._runtime.deserialize_cuda_engine(plan.read_bytes())
         if self._engine is None:
-            raise ValueError(f"{plan}: TensorRT {trt.__version__} cannot load it: build it again")
+            raise ValueError(
+                f"{plan}: TensorRT {trt.__version__} cannot load it: build it again "
+                f"({reasons(self._logger)})"
+            )
         there = {
             self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)
         }
@@ -47,9 +51,15 @@ class TrtllmNetwork:
             odd = ", ".join(sorted(there ^ wanted)[:8])
             raise ValueError(f"{plan}: missing or unknown tensors: {odd}")
         self._context: Any = self._engine.create_execution_context()
+        if self._context is None:
+            raise RuntimeError(f"{plan}: TensorRT gives no context: {reasons(self._logger)}")
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `trtllm_executor.EngineNetwork`."""
+        """See `trtllm_executor.EngineNetwork`.
+
+        Raises:
+            RuntimeError: TensorRT refuses the step; the message has its reasons.
+        """
         context = self._context
         for name, tensor in inputs.items():
             self._check(context.set_input_shape(name, tuple(tensor.shape)), f"shape of {name}")
@@ -68,10 +78,9 @@ class TrtllmNetwork:
         stream.synchronize()  # the host inputs of this step may go now
         return results
 
-    @staticmethod
-    def _check(done: bool, what: str) -> None:
+    def _check(self, done: bool, what: str) -> None:
         if not done:
-            raise RuntimeError(f"TensorRT does not take the {what}")
+            raise RuntimeError(f"TensorRT does not take the {what}: {reasons(self._logger)}")
 
 
 # An empty tensor has no address, and TensorRT takes none for missing.

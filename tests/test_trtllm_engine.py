@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from trtllm_treewy.export.trtllm import contract
 from trtllm_treewy.export.trtllm.convert import convert_checkpoint
 from trtllm_treewy.export.trtllm.custom_module import PATH
 from trtllm_treewy.llmapi import KvCacheConfig, MTPDecodingConfig
+from trtllm_treewy.runtime import trtllm_network
 from trtllm_treewy.runtime.executor import ExecutorLimits
 from trtllm_treewy.runtime.trtllm_engine import TrtllmEngine, executor_maker
 from trtllm_treewy.runtime.trtllm_executor import load_drafter
@@ -226,39 +228,72 @@ def test_drafter_file(engine):
 
 
 class FakeEngine:
-    """An engine and context of TensorRT with these tensors."""
+    """An engine and context of TensorRT with these tensors; the context takes no shape."""
 
-    def __init__(self, names):
+    def __init__(self, names, logger=None, has_context=True):
         self.names, self.num_io_tensors = names, len(names)
+        self.logger, self.has_context = logger, has_context
 
     def get_tensor_name(self, index):
         return self.names[index]
 
     def create_execution_context(self):
-        return None
+        if not self.has_context:
+            self.logger.log(self.logger.ERROR, "out of memory: 7 bytes")
+        return self if self.has_context else None
+
+    def set_input_shape(self, name, shape):
+        self.logger.log(self.logger.INFO, "not a reason")
+        self.logger.log(self.logger.ERROR, f"{name}: {shape} is outside of the profile")
+        return False
 
 
-def test_tensors_of_the_engine_are_compared(built, monkeypatch):
-    from types import SimpleNamespace
-
-    from trtllm_treewy.runtime import trtllm_network
+@pytest.fixture
+def load(built, monkeypatch):
+    """Makes the network of an engine that TensorRT's double gives; None is refused."""
+    pytest.importorskip("onnx", reason="the extra test is not installed")
+    from tensorrt_double import ILogger
 
     found = TrtllmEngine.read(built)
-    names = [x.name for x in (*found.inputs, *found.outputs)]
-    made = [FakeEngine(names), FakeEngine([*names[1:], "odd"]), None]
-    runtime = SimpleNamespace(deserialize_cuda_engine=lambda data: made.pop(0))
-    trt = SimpleNamespace(
-        Logger=type("Logger", (), {"WARNING": 1, "__init__": lambda self, level: None}),
-        Runtime=lambda logger: runtime,
-        __version__="10.14",
-    )
-    monkeypatch.setattr(trtllm_network, "_load_plugins", lambda: trt)
-    plan = built / "rank0.engine"
-    TrtllmNetwork(plan, found.inputs, found.outputs)
+
+    def run(make):
+        class Runtime:
+            def __init__(self, logger):
+                self.logger = logger
+
+            def deserialize_cuda_engine(self, data):
+                engine = make(self.logger)
+                if engine is None:
+                    self.logger.log(self.logger.ERROR, "a plan of TensorRT 9")
+                return engine
+
+        trt = SimpleNamespace(ILogger=ILogger, Runtime=Runtime, __version__="10.14")
+        monkeypatch.setattr(trtllm_network, "_load_plugins", lambda: trt)
+        return TrtllmNetwork(built / "rank0.engine", found.inputs, found.outputs)
+
+    run.names = [x.name for x in (*found.inputs, *found.outputs)]
+    return run
+
+
+def test_tensors_of_the_engine_are_compared(load):
+    load(lambda logger: FakeEngine(load.names))
     with pytest.raises(ValueError, match="missing or unknown tensors: input_ids, odd"):
-        TrtllmNetwork(plan, found.inputs, found.outputs)
-    with pytest.raises(ValueError, match="cannot load it"):
-        TrtllmNetwork(plan, found.inputs, found.outputs)
+        load(lambda logger: FakeEngine([*load.names[1:], "odd"]))
+
+
+def test_errors_have_tensorrts_own_reasons(load):
+    with pytest.raises(ValueError, match=r"build it again \(a plan of TensorRT 9\)"):
+        load(lambda logger: None)
+    with pytest.raises(RuntimeError, match="no context: out of memory: 7 bytes"):
+        load(lambda logger: FakeEngine(load.names, logger, has_context=False))
+    network = load(lambda logger: FakeEngine(load.names, logger))
+    for size in (3, 4):  # a reason is told once
+        with pytest.raises(RuntimeError) as error:
+            network.run({"input_ids": torch.zeros(size, dtype=torch.int32)})
+        assert str(error.value) == (
+            "TensorRT does not take the shape of input_ids: "
+            f"input_ids: ({size},) is outside of the profile"
+        )
 
 
 # ---- doctor
