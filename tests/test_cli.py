@@ -19,7 +19,7 @@ import pytest
 
 from trtllm_treewy import cli
 from trtllm_treewy.cli import arguments, sizes
-from trtllm_treewy.llmapi import KvCacheConfig, MTPDecodingConfig
+from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.outputs import AcceptanceStats, CompletionOutput, RequestOutput
 from trtllm_treewy.sampling_params import SamplingParams
 
@@ -225,6 +225,39 @@ def test_stash_flag(stash, fake_llm, model):
 def test_block_reuse_flags(flags, reuse, fake_llm, model):
     assert run("generate", model, "p", *flags) == 0
     assert fake_llm.made[0].settings["kv_cache_config"] == KvCacheConfig(enable_block_reuse=reuse)
+
+
+GRAPHS = [
+    ("", "absent"),
+    ("--no-cuda-graphs", None),
+    ("--cuda-graph-batch-sizes 8,1,1", CudaGraphConfig(batch_sizes=(1, 8))),
+    ("--cuda-graph-max-batch-size 4", CudaGraphConfig(max_batch_size=4)),
+    (
+        "--cuda-graph-batch-sizes 2 --no-cuda-graph-padding",
+        CudaGraphConfig(batch_sizes=(2,), enable_padding=False),
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "config"), GRAPHS)
+def test_graph_flags(flags, config, fake_llm, model):
+    """Without one, LLM's own default holds, of which it never warns that it has no effect."""
+    assert run("generate", model, "p", *flags.split()) == 0
+    settings = fake_llm.made[0].settings
+    assert settings.get("cuda_graph_config", "absent") == config
+    assert settings["load_format"] == "auto"
+
+
+def test_random_weights(tmp_path, shipped_model, capsys):
+    """`--load-format dummy`, for real: a config and a tokenizer are all that is there."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((shipped_model / name).read_bytes())
+    flags = ["--device", "cpu", "--max-tokens", "5", "--max-seq-len", "64", "--ignore-eos"]
+    flags += ["--json", "--quiet", "--load-format"]
+    assert run("generate", str(tmp_path), "p", *flags, "dummy") == 0
+    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 5
+    assert run("generate", str(tmp_path), "p", *flags, "auto") == 2
+    assert "safetensors" in capsys.readouterr().err
 
 
 def test_no_speculation_summary(fake_llm, model, capsys):
@@ -486,6 +519,15 @@ ERRORS = [
     (
         ["plan", "qwen3.5-35b-a3b", "--tp", "3"],
         "error: tensor parallel size 3 does not divide num_attention_heads 16, ",
+    ),
+    (["generate", "MODEL", "p", "--load-format", "random"], "invalid choice: 'random'"),
+    (
+        ["generate", "MODEL", "p", "--cuda-graph-batch-sizes", "4,0"],
+        "error: each of --cuda-graph-batch-sizes must be an integer >= 1, got 0",
+    ),
+    (
+        ["generate", "MODEL", "p", "--no-cuda-graphs", "--cuda-graph-max-batch-size", "4"],
+        "argument --no-cuda-graphs: not allowed with argument --cuda-graph-max-batch-size",
     ),
     (["generate", "MODEL", "p", "--tp", "0"], "--tensor-parallel-size/--tp: expected an integer"),
 ]

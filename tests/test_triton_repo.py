@@ -90,6 +90,14 @@ def test_links_and_what_nobody_reads(shipped_model, tmp_path, write):
     assert not any(x.is_symlink() for x in copied.iterdir())
 
 
+def test_random_weights_need_no_weights(write, tmp_path, shipped_model):
+    """A model that is only measured is not copied with what nobody reads of it."""
+    assert write("--load-format", "dummy", "--quiet") == 0
+    copied = tmp_path / "models" / "treewy-tiny" / "1" / "checkpoint"
+    missing = {x.name for x in shipped_model.iterdir()} - {x.name for x in copied.iterdir()}
+    assert missing == {"model.safetensors"}
+
+
 @pytest.mark.parametrize(
     ("flags", "group"),
     [
@@ -133,6 +141,7 @@ REFUSED = [
     (["--draft-tree-widths", "9,9,9"], "820 nodes"),
     (["--no-speculation", "--max-draft-len", "2"], "not allowed with argument"),
     (["--device", "cpu"], "unrecognized arguments: --device"),
+    (["--cuda-graph-batch-sizes", "0"], "each of --cuda-graph-batch-sizes must be an integer >= 1"),
     (["--shutdown-timeout", "3"], "unrecognized arguments: --shutdown-timeout"),
 ]
 
@@ -227,6 +236,9 @@ SETTINGS = [
     ["--draft-tree-widths", "2,3", "--state-commit", "deferred"],
     ["--draft-tree-parents", "-1,0,0,1", "--stash", "inputs"],
     ["--dynamic-tree", "12", "--dynamic-tree-top-k", "3", "--tree-policy", "auto"],
+    ["--no-cuda-graphs", "--load-format", "dummy"],
+    ["--cuda-graph-batch-sizes", "1,4", "--no-cuda-graph-padding"],
+    ["--cuda-graph-max-batch-size", "2"],
     ["--no-speculation", "--no-exclude-input-in-output", "--max-prompt-tokens", "7"],
 ]
 
@@ -253,6 +265,11 @@ BAD_PARAMETERS = [
     ),
     ({"no_speculation": "true", "max_draft_len": "2"}, "not allowed with parameter max_draft_len"),
     ({"draft_tree_widths": "2", "dynamic_tree": "4"}, "not allowed with parameter draft_tree_wid"),
+    (
+        {"no_cuda_graphs": "true", "cuda_graph_batch_sizes": "2"},
+        "parameter no_cuda_graphs: not allowed with parameter cuda_graph_batch_sizes",
+    ),
+    ({"load_format": "random"}, "parameter load_format: invalid choice: 'random'"),
     ({"model": ""}, "required: model"),
 ]
 

@@ -19,6 +19,7 @@ VERSION = "1"
 CHECKPOINT = "checkpoint"
 # In a checkpoint's directory: weights in formats that are not read here, and code, which never is.
 _UNREAD = frozenset((".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".py"))
+_WEIGHTS = ".safetensors"
 _MODEL_PY = '''"""What Triton runs; the settings are in ../config.pbtxt."""
 
 import sys
@@ -76,15 +77,17 @@ def write_model(
     target = repository / name
     if target.exists() and not force:
         raise FileExistsError(f"{target} exists; --force replaces it")
-    files = [] if model_path is not None else list(model_files(model))
+    files: list[Path] = []
+    if model_path is None:
+        files = list(model_files(model, weights=settings.load_format != "dummy"))
     with new_directory(target, keep=model if model_path is not None else None) as part:
         _expect_room(part, sum(file.stat().st_size for file in files))
         _fill(part, config_text(name, parameters, instances), model, files)
     return target
 
 
-def model_files(model: Path) -> Iterator[Path]:
-    """The files of a checkpoint or an engine that a server needs.
+def model_files(model: Path, *, weights: bool = True) -> Iterator[Path]:
+    """The files of a checkpoint or an engine that a server needs; a checkpoint's `weights` or not.
 
     Raises:
         ValueError: the engine is not whole.
@@ -92,9 +95,12 @@ def model_files(model: Path) -> Iterator[Path]:
     built = EngineConfig.read(model)
     if built is not None:
         built.check_files(model, contents=False)
+    unread = frozenset[str]() if built is not None else _UNREAD
+    if built is None and not weights:
+        unread |= {_WEIGHTS}
     for file in sorted(model.rglob("*")):
         hidden = any(part.startswith(".") for part in file.relative_to(model).parts)
-        if file.is_file() and not hidden and (built is not None or file.suffix not in _UNREAD):
+        if file.is_file() and not hidden and file.suffix not in unread:
             yield file
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from trtllm_treewy.cli.engine_arguments import add_drafts, add_engine, check_drafts
+from trtllm_treewy.cli.engine_arguments import add_drafts, add_engine, check_engine
 from trtllm_treewy.cli.serve_arguments import add_limits
 
 # Parameters that Triton's Python backend reads itself.
@@ -72,7 +72,7 @@ def read_parameters(parameters: Mapping[str, Any]) -> argparse.Namespace:
     args = reader.parse_args(flags)
     args.usage_error = reader.error
     args.quiet = True
-    check_drafts(args)
+    check_engine(args)
     return args
 
 

@@ -15,7 +15,7 @@ from .engine_arguments import (
     add_drafts,
     add_engine,
     add_tensor_parallel,
-    check_drafts,
+    check_engine,
     integers,
     number,
     positive,
@@ -58,7 +58,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if rest or prompts:
         args.words += rest + prompts
     if hasattr(args, "no_speculation"):
-        check_drafts(args)
+        check_engine(args)
     return args
 
 

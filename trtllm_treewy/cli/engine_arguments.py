@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
 from ..llmapi import (
     DEFAULT_DYNAMIC_DEPTH,
@@ -11,11 +12,13 @@ from ..llmapi import (
     STASHES,
     STATE_COMMITS,
     TREE_POLICIES,
+    CudaGraphConfig,
     KvCacheConfig,
 )
 
 DEFAULT_DRAFT_TREE_WIDTHS = (3, 3, 3)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
 
 EPILOG = "TREEWY_DEBUG=1 in the environment shows an error with its traceback."
 
@@ -68,6 +71,59 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> None:
         help="a prompt that starts like an earlier one takes over what was computed of it "
         f"(default: {'on' if KvCacheConfig.enable_block_reuse else 'off'})",
     )
+    engine.add_argument(
+        "--load-format",
+        choices=LOAD_FORMATS,
+        default="auto",
+        help="dummy makes random weights, for measurements: a config.json and a tokenizer are all "
+        "that must be there (default: %(default)s, the checkpoint's)",
+    )
+    _add_graphs(parser)
+
+
+def _add_graphs(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "CUDA graphs", "Decoding steps that are captured, on one GPU and without TensorRT."
+    )
+    group.add_argument(
+        "--no-cuda-graphs",
+        action="store_true",
+        help="capture none, and enqueue every step (default: they are captured)",
+    )
+    group.add_argument(
+        "--cuda-graph-batch-sizes",
+        type=integers,
+        metavar="N,N,...",
+        help="numbers of sequences that steps are captured for (default: 1, 2, 4, and wider steps "
+        "from there on)",
+    )
+    group.add_argument(
+        "--cuda-graph-max-batch-size",
+        type=positive,
+        metavar="N",
+        help="the largest of them (default: --max-batch-size)",
+    )
+    group.add_argument(
+        "--no-cuda-graph-padding",
+        action="store_true",
+        help="run batches of other sizes uncaptured (default: filled up to the next size)",
+    )
+
+
+def graph_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What `LLM` is told of CUDA graphs: nothing where no flag says anything.
+
+    Raises:
+        ValueError: a batch size is not one.
+    """
+    if args.no_cuda_graphs:
+        return {"cuda_graph_config": None}
+    given = CudaGraphConfig(
+        batch_sizes=args.cuda_graph_batch_sizes,
+        max_batch_size=args.cuda_graph_max_batch_size or 0,
+        enable_padding=not args.no_cuda_graph_padding,
+    )
+    return {} if given == CudaGraphConfig() else {"cuda_graph_config": given}
 
 
 def add_tensor_parallel(parser: argparse._ActionsContainer, says: str) -> None:
@@ -149,8 +205,20 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_drafts(args: argparse.Namespace) -> None:
+def check_engine(args: argparse.Namespace) -> None:
     """Refuses what argparse cannot: a flag may be in one exclusive group only."""
+    check_drafts(args)
+    for given, flag in (
+        (args.cuda_graph_batch_sizes is not None, "--cuda-graph-batch-sizes"),
+        (args.cuda_graph_max_batch_size is not None, "--cuda-graph-max-batch-size"),
+        (args.no_cuda_graph_padding, "--no-cuda-graph-padding"),
+    ):
+        if given and args.no_cuda_graphs:
+            args.usage_error(f"argument --no-cuda-graphs: not allowed with argument {flag}")
+
+
+def check_drafts(args: argparse.Namespace) -> None:
+    """The flags of drafts that are not allowed together."""
     top_k, policy = args.dynamic_tree_top_k is not None, args.tree_policy
     for given, flag in (
         (args.max_draft_len is not None, "--max-draft-len"),

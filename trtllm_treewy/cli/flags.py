@@ -12,6 +12,8 @@ FLAG_OF_SETTING = {
     "max_total_draft_tokens": "--dynamic-tree",
     "dynamic_tree_max_topK": "--dynamic-tree-top-k",
     "max_draft_len": "--max-draft-len",
+    "batch_sizes": "--cuda-graph-batch-sizes",
+    "load_format": "--load-format",
     "max_batch_size": "--max-batch-size",
     "max_seq_len": "--max-seq-len",
     "max_tokens": "--max-tokens",
@@ -33,4 +35,4 @@ def in_flags(message: str) -> str:
     message = re.sub(
         r"=\((-?\d[-\d, ]*)\)", lambda found: "=" + found[1].replace(" ", "").strip(","), message
     )
-    return re.sub(r"^(MTPDecodingConfig|SamplingParams): ", "", message)
+    return re.sub(r"^(MTPDecodingConfig|CudaGraphConfig|SamplingParams): ", "", message)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..llmapi import KvCacheConfig, MTPDecodingConfig
+from .engine_arguments import graph_settings
 from .program import EXIT_INTERRUPTED
 from .streams import write_err
 
@@ -33,6 +34,7 @@ def loaded_llm(
     cache = KvCacheConfig(
         mamba_ssm_cache_dtype=args.state_dtype, enable_block_reuse=args.block_reuse
     )
+    graphs = graph_settings(args)
     show = not args.quiet and sys.stderr.isatty()
     if show:
         write_err("loading torch ...\r")
@@ -48,8 +50,10 @@ def loaded_llm(
             max_batch_size=min(num_prompts, args.max_batch_size),
             max_seq_len=args.max_seq_len,
             device=args.device,
+            load_format=args.load_format,
             tensor_parallel_size=args.tensor_parallel_size,
             progress=_show_progress if show else None,
+            **graphs,
         )
     if show:
         write_err("\033[K")

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from .drafts import speculation_of
+from .engine_arguments import graph_settings
 from .loading import expect_directory
 from .program import EXIT_OK
 from .streams import write_err
@@ -16,7 +17,9 @@ def run(args: argparse.Namespace) -> int:
     expect_directory(args.model)
     if args.gpus is not None and min(args.gpus) < 0:
         raise ValueError(f"--gpus has {min(args.gpus)}, expected numbers of GPUs, from 0 on")
-    speculation_of(args, args.model)  # refuses here what the server would refuse
+    # Refused here is what the server would refuse.
+    speculation_of(args, args.model)
+    graph_settings(args)
     from ..runtime.triton.config_pbtxt import Instances
     from ..runtime.triton.repository import write_model
 
