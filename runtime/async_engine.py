@@ -32,6 +32,8 @@ from .request import Request
 DEFAULT_MAX_QUEUE = 256
 # Steps that fail in a row until the engine counts as dead.
 MAX_FAILED_STEPS = 3
+# Between looks at whether an engine without work is still there.
+IDLE_SECONDS = 0.5
 
 
 class EngineLike(Protocol):
@@ -39,6 +41,8 @@ class EngineLike(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def lost(self) -> str | None: ...
     def add(self, request: Request) -> None: ...
     def check(self, request: Request) -> None: ...
     def cancel(self, requests: Sequence[Request]) -> None: ...
@@ -205,7 +209,8 @@ class AsyncEngine:
 
     A step that raises ends the requests in it with `StepFailedError`. After `MAX_FAILED_STEPS`
     such steps in a row, or one error that CUDA does not recover from, the engine is dead:
-    `failure` says why and every request, waiting or new, gets `EngineDeadError`.
+    `failure` says why and every request, waiting or new, gets `EngineDeadError`. So it is when the
+    engine says that it is `lost`, which is asked for while there is no work.
     """
 
     def __init__(
@@ -378,7 +383,9 @@ class AsyncEngine:
             while not (
                 self._submitted or self._aborted or self._stale or self._live or self._closing
             ):
-                self._mail.wait()
+                self._mail.wait(IDLE_SECONDS)
+                if self.failure is None and (lost := self.engine.lost) is not None:
+                    raise EngineDeadError(lost)
             if self._closing:
                 return False
         with self._engine_lock:

@@ -138,6 +138,12 @@ class Engine:
         """Ends what the executor has running beside it; no step may come after."""
         self._executor.close()
 
+    @property
+    def lost(self) -> str | None:
+        """Why no step can run any more; an executor over several processes knows it at once."""
+        reason: str | None = getattr(self._executor, "lost", None)
+        return reason
+
     def step(self) -> None:
         """One engine step: some prompt tokens, and one tree for every decoding sequence.
 

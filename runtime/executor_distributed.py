@@ -8,7 +8,7 @@ travels. Only rank 0 schedules, drafts and samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,7 @@ class RankGroup:
     Args:
         config: of one rank's share.
         load: gives a rank's model; it goes to the other processes, so it must be picklable.
-        ranks: how many there are.
-        device: of rank 0; on GPUs, the others take those that follow.
+        devices: of each rank, as `rank_devices` gives them.
         load_first: in place of `load` for rank 0, where that does more (tells of its progress).
         timeout: seconds that a collective waits for the other ranks.
 
@@ -53,17 +52,16 @@ class RankGroup:
         self,
         config: ModelConfig,
         load: Load,
-        ranks: int,
-        device: torch.device,
+        devices: Sequence[torch.device],
         *,
         load_first: Load | None = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        self.config, self.ranks = config, ranks
+        self.config, self.ranks = config, len(devices)
         self._load, self._load_first = load, load_first or load
-        devices = rank_devices(device, ranks)
+        ranks = self.ranks
         store = make_store(ranks, timeout)
-        self._workers = RankWorkers(ranks, threads_of_each(ranks, device))
+        self._workers = RankWorkers(ranks, threads_of_each(ranks, devices[0]))
         try:
             self._workers.send(
                 [Join(rank, ranks, store.port, devices[rank], timeout) for rank in range(1, ranks)]
@@ -144,6 +142,11 @@ class DistributedExecutor:
     def process_ids(self) -> list[int]:
         """Processes of ranks 1, 2, .."""
         return self._workers.process_ids
+
+    @property
+    def lost(self) -> str | None:
+        """Why no step can run any more, since a rank is lost; None while it can."""
+        return self._workers.error
 
     @property
     def pages(self) -> Pages:

@@ -6,6 +6,7 @@ the line to rank 0's process.
 
 from __future__ import annotations
 
+import multiprocessing.spawn
 import os
 import pickle
 import sys
@@ -21,6 +22,7 @@ import torch
 from trtllm_treewy.model import Collectives, Qwen3_5ForCausalLM
 
 from .device_memory import free_memory
+from .errors import EngineDeadError
 from .executor import ExecutorLimits
 from .executor_torch import TorchExecutor
 from .process_group import ProcessGroup, join_store
@@ -175,11 +177,21 @@ def meet(group: ProcessGroup) -> None:
 def command(file_descriptor: int) -> list[str]:
     """The command line of a worker: this interpreter, with this process's import path.
 
-    Unlike `multiprocessing`, it does not import the main program again, so that a script needs no
-    `if __name__ == "__main__"`.
+    In a program that Python is embedded in, `multiprocessing.set_executable` says which
+    interpreter to take. Unlike `multiprocessing`, it does not import the main program again, so
+    that a script needs no `if __name__ == "__main__"`.
+
+    Raises:
+        EngineDeadError: there is no interpreter.
     """
+    interpreter = os.fsdecode(multiprocessing.spawn.get_executable() or "")
+    if not interpreter:
+        raise EngineDeadError(
+            "no Python interpreter to start ranks with: sys.executable is empty; name one with "
+            "multiprocessing.set_executable"
+        )
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from {__name__} import main; main({file_descriptor})"
     )
-    return [sys.executable, "-c", program]
+    return [interpreter, "-c", program]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing.spawn
 import os
 import pickle
 import signal
@@ -19,6 +20,7 @@ from checkpoints import hf_config, write_checkpoint
 from serving import until
 
 from trtllm_treewy import LLM, SamplingParams
+from trtllm_treewy import llm as llm_module
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.export.checkpoint import load_rank
@@ -26,7 +28,8 @@ from trtllm_treewy.export.sharding import shard_config
 from trtllm_treewy.model import Qwen3_5ForCausalLM
 from trtllm_treewy.model.collectives import SingleRank
 from trtllm_treewy.model.dummy import dummy_rank
-from trtllm_treewy.runtime import rank_workers
+from trtllm_treewy.runtime import async_engine, rank_worker, rank_workers
+from trtllm_treewy.runtime.async_engine import AsyncEngine
 from trtllm_treewy.runtime.errors import EngineDeadError
 from trtllm_treewy.runtime.executor import ExecutorLimits
 from trtllm_treewy.runtime.executor_distributed import RankGroup
@@ -187,6 +190,65 @@ def test_a_line_that_breaks_first_names_how_the_rank_ended(pair, monkeypatch):
         post_until_it_breaks()
 
 
+def test_a_rank_that_is_lost_while_nothing_runs(pair):
+    """An engine thread without work finds out by itself, so that health turns false."""
+    engine = AsyncEngine(pair._engine, lock=pair._lock, after_step=pair._update_handles)
+    try:
+        (worker,) = pair._engine._executor.process_ids
+        time.sleep(2 * async_engine.IDLE_SECONDS)
+        assert engine.alive
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: not engine.alive, 10)
+        assert f"rank 1 (process {worker}) was killed by SIGKILL" in engine.failure
+    finally:
+        engine.close()
+
+
+def test_the_interpreter_that_ranks_are_started_with(shipped_model, monkeypatch):
+    """Where Python is embedded, `sys.executable` is none; multiprocessing's setting is heeded."""
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"")
+    with pytest.raises(EngineDeadError, match="name one with multiprocessing.set_executable"):
+        LLM(shipped_model, **SETTINGS, tensor_parallel_size=2)
+    python = os.path.join(sys.prefix, "bin", "python3")
+    multiprocessing.set_executable(python)
+    assert rank_worker.command(3)[0] == python
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["cpu"], "device names 1 devices, expected one for each rank of tensor_parallel_size=2"),
+        ("cpu,cpu,cpu", "device names 3 devices"),
+        ("cuda:0,cuda:0", "device must be different GPUs, or the CPU for all ranks"),
+        (["cuda:1", "cpu"], "or the CPU for all ranks, got cuda:1, cpu"),
+        ("cuda:0,cuda:9", "device 'cuda:9' is not there: torch sees 3"),
+        ("cuda:2", "needs 2 CUDA devices from cuda:2 on, torch sees 3"),
+    ],
+)
+def test_devices_of_ranks_that_cannot_be(devices, message, shipped_model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ValueError) as error:
+        LLM(shipped_model, **SETTINGS | {"device": devices}, tensor_parallel_size=2)
+    assert message in str(error.value)
+
+
+def test_each_rank_has_the_device_that_was_named(shipped_model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    made = []
+
+    def group(part, load, devices, **_):
+        made.append([str(device) for device in devices])
+        raise EngineDeadError("far enough")
+
+    monkeypatch.setattr(llm_module, "RankGroup", group)
+    for device in ("cuda:0,cuda:5", ["cuda:0", torch.device("cuda:5")], "cuda:4"):
+        with pytest.raises(EngineDeadError, match="far enough"):
+            LLM(shipped_model, **SETTINGS | {"device": device}, tensor_parallel_size=2)
+    assert made == [["cuda:0", "cuda:5"], ["cuda:0", "cuda:5"], ["cuda:4", "cuda:5"]]
+
+
 def test_a_rank_that_fails_alone_is_told(pair):
     """To a reader in an event loop, too; the engine thread takes nothing more."""
     executor = pair._engine._executor
@@ -264,7 +326,7 @@ def test_a_rank_that_cannot_load_is_told(shipped_model):
     config = ModelConfig.from_pretrained(shipped_model)
     here, nowhere = (partial(load_rank, x, config, "float32") for x in (shipped_model, "nowhere"))
     part = shard_config(config, 2)
-    group = RankGroup(part, nowhere, 2, torch.device("cpu"), load_first=here, timeout=20)
+    group = RankGroup(part, nowhere, [torch.device("cpu")] * 2, load_first=here, timeout=20)
     limits = ExecutorLimits(1, 32, 1, 1, 8, 8)
     with pytest.raises(EngineDeadError, match="rank 1: FileNotFoundError: model directory 'now"):
         group.start(limits, {})

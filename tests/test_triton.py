@@ -70,6 +70,8 @@ def models(pod, shipped_model, tmp_path_factory):
     assert main([*command, *FLAGS, "--max-seq-len", "4096"]) == 0
     pair = ["--name", "pair", "--replicas", "2", "--max-seq-len", "512"]
     assert main([*command, *FLAGS, *pair]) == 0
+    brief = ["--name", "brief", "--request-timeout", "2", "--max-seq-len", "4096"]
+    assert main([*command, *FLAGS, *brief]) == 0
     with (written / "pair" / "1" / "model.py").open("a") as file:
         file.write(MORTAL)
     folder = tmp_path_factory.mktemp("moved") / "elsewhere"
@@ -348,6 +350,26 @@ def test_disconnect_frees_the_request(server):
         assert b"text_output" in connection.recv(1 << 16) + connection.recv(1 << 16)
     until(lambda: finished(server, "cancelled") == before + 1)
     until(lambda: idle(server))
+
+
+def test_a_timeout_ends_a_request_whose_client_triton_does_not_miss(server):
+    """One of `generate`, which Triton 24.10 takes for waiting; and what others are told."""
+    assert server.load("brief")[0] == 200
+    body = json.dumps(ENDLESS).encode()
+    head = "POST /v2/models/brief/generate HTTP/1.1\r\nHost: x\r\n"
+    head += f"Content-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", server.http)) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        until(lambda: gauge(server, "treewy_requests_running", "brief") == 1)
+    until(lambda: finished(server, "cancelled", "brief") == 1, 20)
+    until(lambda: idle(server, "brief"))
+    status, answer = generate(server, "brief", **ENDLESS)
+    assert (status, answer["error"]) == (
+        400, "the request did not end within request_timeout=2 s"
+    )  # fmt: skip
+    assert generate(server, "brief", text_input=PROMPT, max_tokens=2)[0] == 200
+    assert server.unload("brief")[0] == 200
+    until(lambda: "successfully unloaded 'brief'" in server.log())
 
 
 BAD = [

@@ -23,8 +23,10 @@ from trtllm_treewy.outputs import AcceptanceStats, CompletionOutput, RequestOutp
 from trtllm_treewy.runtime.metrics import Metrics
 from trtllm_treewy.runtime.triton import repository as writing
 from trtllm_treewy.runtime.triton.answers import Answer
+from trtllm_treewy.runtime.triton.interpreter import candidates, find_interpreter
 from trtllm_treewy.runtime.triton.metrics import MetricsMirror
-from trtllm_treewy.runtime.triton.model import TritonResponder, _check_arrays, _device
+from trtllm_treewy.runtime.triton.model import TritonResponder, _check_arrays
+from trtllm_treewy.runtime.triton.places import device_of
 from trtllm_treewy.runtime.triton.requests import check_parameters, parse
 from trtllm_treewy.runtime.triton.settings import parameters_of, read_parameters
 from trtllm_treewy.runtime.triton.tensors import INPUT, OUTPUT
@@ -101,6 +103,9 @@ def test_random_weights_need_no_weights(write, tmp_path, shipped_model):
 @pytest.mark.parametrize(
     ("flags", "group"),
     [
+        (["--tp", "2"], "{ count: 1 kind: KIND_MODEL }"),
+        (["--tp", "2", "--cpu", "--replicas", "2"], "{ count: 2 kind: KIND_CPU }"),
+        (["--tp", "2", "--gpus", "0,2,4,5", "--replicas", "3"], "{ count: 6 kind: KIND_MODEL }"),
         ([], "{ count: 1 }"),
         (["--replicas", "2"], "{ count: 2 }"),
         (["--cpu"], "{ count: 1 kind: KIND_CPU }"),
@@ -140,6 +145,11 @@ REFUSED = [
     (["--replicas", "0"], "expected an integer >= 1"),
     (["--draft-tree-widths", "9,9,9"], "820 nodes"),
     (["--no-speculation", "--max-draft-len", "2"], "not allowed with argument"),
+    (["--tp", "2", "--gpus", "0,1,2"], "--gpus names 3 GPUs, expected a multiple of --tensor-p"),
+    (["--tp", "2", "--gpus", "1,1"], "--gpus has a GPU twice: 1,1"),
+    (["--tp", "5"], "tensor parallel size 5 does not divide"),
+    (["--python-executable", "/usr/bin/python3"], "--python-executable needs --tensor-parallel-si"),
+    (["--request-timeout", "0"], "expected an integer >= 1"),
     (["--device", "cpu"], "unrecognized arguments: --device"),
     (["--cuda-graph-batch-sizes", "0"], "each of --cuda-graph-batch-sizes must be an integer >= 1"),
     (["--shutdown-timeout", "3"], "unrecognized arguments: --shutdown-timeout"),
@@ -213,6 +223,9 @@ def test_an_engine_that_is_not_whole(shipped_model, tmp_path, write, capsys):
     assert everything_below(copied) == [
         x for x in everything_below(engine) if not x.startswith(".")
     ]
+    for flags in (["--tp", "2"], ["--load-format", "dummy"]):
+        assert write("--cpu", "--force", *flags, model=engine) == 2
+        assert "is an engine for one device, with its weights in it" in capsys.readouterr().err
     next(engine.glob("*.onnx")).unlink()
     capsys.readouterr()
     assert write("--cpu", "--force", model=engine) == 2
@@ -236,6 +249,8 @@ SETTINGS = [
     ["--draft-tree-widths", "2,3", "--state-commit", "deferred"],
     ["--draft-tree-parents", "-1,0,0,1", "--stash", "inputs"],
     ["--dynamic-tree", "12", "--dynamic-tree-top-k", "3", "--tree-policy", "auto"],
+    ["--tensor-parallel-size", "2", "--gpus", "1,3", "--python-executable", "/opt/p/bin/python3"],
+    ["--request-timeout", "90"],
     ["--no-cuda-graphs", "--load-format", "dummy"],
     ["--cuda-graph-batch-sizes", "1,4", "--no-cuda-graph-padding"],
     ["--cuda-graph-max-batch-size", "2"],
@@ -269,6 +284,8 @@ BAD_PARAMETERS = [
         {"no_cuda_graphs": "true", "cuda_graph_batch_sizes": "2"},
         "parameter no_cuda_graphs: not allowed with parameter cuda_graph_batch_sizes",
     ),
+    ({"gpus": "0,1"}, "parameter gpus needs tensor_parallel_size above 1"),
+    ({"tensor_parallel_size": "2", "gpus": "0,1,2"}, "gpus names 3 GPUs, expected a multiple"),
     ({"load_format": "random"}, "parameter load_format: invalid choice: 'random'"),
     ({"model": ""}, "required: model"),
 ]
@@ -401,10 +418,81 @@ def test_a_sender_is_not_asked_after_its_last_response():
     assert not responder.cancelled()
 
 
-def test_an_instance_runs_where_its_group_says():
-    place = {"model_instance_kind": "GPU", "model_instance_device_id": "2"}
-    assert _device(place) == "cuda:2"
-    assert _device(place | {"model_instance_kind": "CPU"}) == "cpu"
+PLACES = [
+    ("GPU", 1, None, "m_0_0", "cuda:5"),
+    ("CPU", 1, None, "m_0_0", "cpu"),
+    ("CPU", 2, None, "m_0_3", "cpu"),
+    ("MODEL", 2, None, "m_0_0", None),
+    ("MODEL", 2, (0, 2, 4, 7), "m_0_0", "cuda:0,cuda:2"),
+    ("MODEL", 2, (0, 2, 4, 7), "m_0_1", "cuda:4,cuda:7"),
+    ("MODEL", 2, (0, 2, 4, 7), "m_0_2", "cuda:0,cuda:2"),
+    ("MODEL", 4, (0, 2, 4, 7), "m", "cuda:0,cuda:2,cuda:4,cuda:7"),
+]
+
+
+def place(kind, ranks, gpus, name):
+    args = {"model_instance_kind": kind, "model_instance_device_id": "5"}
+    args["model_instance_name"] = name
+    return device_of(args, types.SimpleNamespace(tensor_parallel_size=ranks, gpus=gpus))
+
+
+@pytest.mark.parametrize(("kind", "ranks", "gpus", "name", "device"), PLACES)
+def test_an_instance_runs_where_its_group_says(kind, ranks, gpus, name, device):
+    assert place(kind, ranks, gpus, name) == device
+
+
+def test_places_that_contradict_one_another():
+    with pytest.raises(ValueError, match="tensor_parallel_size 2 needs instances of KIND_MODEL"):
+        place("GPU", 2, None, "m_0_0")
+    with pytest.raises(ValueError, match="gpus names GPUs, and the instance group is of KIND_CPU"):
+        place("CPU", 2, (0, 1), "m_0_0")
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_interpreter_of_the_ranks(tmp_path, monkeypatch):
+    """In a stub `sys.executable` is not to be relied on: it is tried before it is used."""
+    assert find_interpreter(sys.executable) == sys.executable
+    for name in ("executable", "_base_executable"):
+        monkeypatch.setattr(sys, name, "/opt/backends/python/triton_python_backend_stub")
+    assert all("_stub" not in found for found in candidates())
+    found = find_interpreter()
+    assert os.path.dirname(found) in {
+        os.path.join(x, "bin") for x in (sys.prefix, sys.exec_prefix, sys.base_prefix)
+    }
+    # The first in PATH, of another version: the next one is taken.
+    other = script(tmp_path / "python3", "echo cpython 3 6 with torch")
+    monkeypatch.setattr(sys, "executable", other)
+    assert next(candidates()) == other
+    assert find_interpreter() == found
+
+
+def test_no_interpreter_for_the_ranks(tmp_path, monkeypatch):
+    bad = script(tmp_path / "bad", "echo ModuleNotFoundError: no trtllm_treewy >&2; exit 1")
+    for given, why in (
+        (str(tmp_path / "none"), "No such file or directory"),
+        (str(tmp_path), "Permission denied"),
+        (bad, "it does not import trtllm_treewy: ModuleNotFoundError: no trtllm_treewy"),
+        (script(tmp_path / "old", "echo cpython 3 6 with torch"), "it says 'cpython 3 6 with to"),
+    ):
+        with pytest.raises(ValueError) as error:
+            find_interpreter(given)
+        assert str(error.value).startswith(f"parameter python_executable: {given!r} cannot run")
+        assert why in str(error.value)
+    monkeypatch.setattr(sys, "executable", "")
+    monkeypatch.setattr(sys, "_base_executable", None)
+    for name in ("prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
+        monkeypatch.setattr(sys, name, str(tmp_path))
+    with pytest.raises(ValueError, match=r"the parameter python_executable \(tried none\)"):
+        find_interpreter()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").symlink_to(bad)
+    with pytest.raises(ValueError, match="tried .*/bin/python3: it does not import trtllm_treewy"):
+        find_interpreter()
 
 
 @pytest.mark.parametrize("strides", [(4,), (0,)])

@@ -59,7 +59,8 @@ class LLM:
             back.
         tensor_parallel_size: devices that the model is divided over; it must divide the heads, the
             feed-forward sizes and the vocabulary. Each runs its share in a process of its own, this
-            one the first. GPUs are taken from `device` on; on the CPU, ranks share the machine.
+            one the first. GPUs are taken from `device` on, or those that it names; on the CPU,
+            ranks share the machine.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         speculative_config: `MTPDecodingConfig` or a dict of its fields; None decodes without
             drafts.
@@ -75,7 +76,8 @@ class LLM:
             model's limit and 8192.
         max_num_tokens: tokens of one engine step, prompt tokens and tree nodes together. Where both
             want more than there is, each gets half, and trees keep their best nodes.
-        device: a torch device; by default a GPU where torch finds one.
+        device: a torch device; by default a GPU where torch finds one. With `tensor_parallel_size`
+            also a list with the device of each rank, or these in one text, separated by commas.
         progress: called with (tensors done, tensors in all) while the checkpoint loads.
         others: further settings of TensorRT-LLM's `LLM`; those that ask for what this version
             does anyway are taken, all others are refused.
@@ -105,7 +107,7 @@ class LLM:
         max_batch_size: int | None = 8,
         max_seq_len: int | None = None,
         max_num_tokens: int = 8192,
-        device: str | torch.device | None = None,
+        device: str | torch.device | Sequence[str | torch.device] | None = None,
         progress: Callable[[int, int], None] | None = None,
         **others: Any,
     ) -> None:
@@ -135,14 +137,13 @@ class LLM:
             _refuse_for_engine(directory, "load_format", load_format, "auto")
         if built is not None and built.kind == ONNX and device is None:
             device = "cpu"
-        self.device = _device(device)
+        devices = _devices(device, tensor_parallel_size)
+        self.device = devices[0]
         if built is not None or trtllm is not None or tensor_parallel_size > 1:
             _warn_of_graphs(graphs, self.device)
         make_ranks = None
         if tensor_parallel_size > 1:
-            make_ranks = self._ranks_maker(
-                directory, tensor_parallel_size, dtype, load_format, progress
-            )
+            make_ranks = self._ranks_maker(directory, devices, dtype, load_format, progress)
         if max_seq_len is None:
             limited = built or trtllm
             longest = limited.max_seq_len if limited else self.config.max_position_embeddings
@@ -184,21 +185,18 @@ class LLM:
     def _ranks_maker(
         self,
         directory: Path,
-        ranks: int,
+        devices: Sequence[torch.device],
         dtype: str | torch.dtype,
         load_format: str,
         progress: Callable[[int, int], None] | None,
     ) -> Callable[[], RankGroup]:
         """What starts the ranks; ValueError where the model cannot be divided over so many."""
-        part = shard_config(self.config, ranks)
-        rank_devices(self.device, ranks)
+        part = shard_config(self.config, len(devices))
         if load_format == "dummy":
             make = partial(dummy_rank, self.config, part, resolve_dtype(dtype, self.config))
-            return lambda: RankGroup(part, make, ranks, self.device)
+            return lambda: RankGroup(part, make, devices)
         load = partial(load_rank, directory, self.config, dtype)
-        return lambda: RankGroup(
-            part, load, ranks, self.device, load_first=partial(load, progress=progress)
-        )
+        return lambda: RankGroup(part, load, devices, load_first=partial(load, progress=progress))
 
     def __enter__(self) -> LLM:
         return self
@@ -622,6 +620,27 @@ def _load(
     if load_format == "dummy":
         return dummy_model(config, dtype=resolve_dtype(dtype, config), device=device)
     return load_model(directory, config, dtype=dtype, device=device, progress=progress)
+
+
+def _devices(
+    device: str | torch.device | Sequence[str | torch.device] | None, ranks: int
+) -> list[torch.device]:
+    """The device of each rank; ValueError if one is not there, or their number is not `ranks`."""
+    if isinstance(device, str) and "," in device:
+        device = [name.strip() for name in device.split(",")]
+    if device is None or isinstance(device, (str, torch.device)):
+        return rank_devices(_device(device), ranks)
+    found = [_device(one) for one in device]
+    if len(found) != ranks:
+        raise ValueError(
+            f"device names {len(found)} devices, expected one for each rank of "
+            f"tensor_parallel_size={ranks}, or the first alone"
+        )
+    kinds, places = {one.type for one in found}, {(one.type, one.index or 0) for one in found}
+    if len(kinds) > 1 or (kinds == {"cuda"} and len(places) < ranks):
+        named = ", ".join(map(str, found))
+        raise ValueError(f"device must be different GPUs, or the CPU for all ranks, got {named}")
+    return found
 
 
 def _device(device: str | torch.device | None) -> torch.device:

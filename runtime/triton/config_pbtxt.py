@@ -17,17 +17,23 @@ class Instances:
         count: instances on each device.
         gpus: numbers of the GPUs; None takes every GPU that Triton finds, or else the CPU.
         cpu: run on the CPU, whatever there is.
+        ranks: GPUs, or processes on the CPU, that each instance is divided over. Triton gives an
+            instance one GPU at most, so those with several choose them, from the parameter `gpus`.
     """
 
     count: int = 1
     gpus: Sequence[int] | None = None
     cpu: bool = False
+    ranks: int = 1
 
     def text(self) -> str:
         """The instance group."""
         fields = [f"count: {self.count}"]
         if self.cpu:
             fields.append("kind: KIND_CPU")
+        elif self.ranks > 1:
+            sets = len(self.gpus) // self.ranks if self.gpus is not None else 1
+            fields = [f"count: {self.count * sets}", "kind: KIND_MODEL"]
         elif self.gpus is not None:
             fields += ["kind: KIND_GPU", f"gpus: [ {', '.join(map(str, self.gpus))} ]"]
         return f"instance_group [ {{ {' '.join(fields)} }} ]"

@@ -42,6 +42,7 @@ class Front:
 
     def __init__(self, settings: argparse.Namespace, directory: Path, model: str) -> None:
         self._running: dict[asyncio.Task[None], Responder] = {}
+        self._timeout: float | None = settings.request_timeout
         with ExitStack() as stack:
             speculation = speculation_of(settings, str(directory))
             llm = stack.enter_context(
@@ -93,7 +94,8 @@ class Front:
     # --- event loop ---
 
     def _start(self, request: TritonRequest, responder: Responder) -> None:
-        task = self._loop.create_task(_Run(self.service, request, responder).run())
+        run = _Run(self.service, request, responder, self._timeout)
+        task = self._loop.create_task(run.run())
         self._running[task] = responder
         task.add_done_callback(self._running.pop)
 
@@ -104,12 +106,22 @@ class Front:
 class _Run:
     """One request from its start to its last response."""
 
-    def __init__(self, service: Service, request: TritonRequest, responder: Responder) -> None:
+    def __init__(
+        self,
+        service: Service,
+        request: TritonRequest,
+        responder: Responder,
+        timeout: float | None = None,
+    ) -> None:
         self._service, self._request, self._responder = service, request, responder
+        self._timeout = timeout
 
     async def run(self) -> None:
         try:
-            await self._generate()
+            await asyncio.wait_for(self._generate(), self._timeout)
+        except asyncio.TimeoutError:  # another class before Python 3.11
+            reason = f"the request did not end within request_timeout={self._timeout} s"
+            self._responder.fail(ApiError(503, reason))
         except asyncio.CancelledError:
             self._responder.end_cancelled()
         except ApiError as error:

@@ -28,6 +28,7 @@ class TritonPythonModel:
         """Loads the model; an exception keeps Triton from serving it, and is in Triton's log."""
         import triton_python_backend_utils as pb_utils
 
+        from .places import device_of
         from .settings import read_parameters
 
         self._utils = pb_utils
@@ -35,7 +36,9 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         settings = read_parameters(config.get("parameters", {}))
         _check_arrays(pb_utils)
-        settings.device = _device(args)
+        settings.device = device_of(args, settings)
+        if settings.tensor_parallel_size > 1:
+            _choose_interpreter(settings.python_executable)
         version = Path(args["model_repository"], args["model_version"]).resolve()
         self._exclude_input = settings.exclude_input_in_output
         self._model = config["name"]
@@ -146,11 +149,13 @@ class TritonResponder:
                 self._sender.send(response, flags=flags)
 
 
-def _device(args: Mapping[str, str]) -> str:
-    """The device of the instance group."""
-    if args["model_instance_kind"] == "GPU":
-        return f"cuda:{args['model_instance_device_id']}"
-    return "cpu"
+def _choose_interpreter(given: str | None) -> None:
+    """What ranks are started with, as this process is Triton's stub and no interpreter."""
+    import multiprocessing
+
+    from .interpreter import find_interpreter
+
+    multiprocessing.set_executable(find_interpreter(given))
 
 
 def _check_arrays(utils: Any) -> None:

@@ -70,10 +70,9 @@ def write_model(
     """
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise ValueError(f"{name!r} cannot be the name of a Triton model: use letters, digits, _.-")
-    ModelConfig.from_pretrained(model)
     where = CHECKPOINT if model_path is None else model_path
     parameters = parameters_of(argparse.Namespace(**{**vars(settings), "model": where}))
-    read_parameters(parameters)
+    _check_model(model, read_parameters(parameters))
     target = repository / name
     if target.exists() and not force:
         raise FileExistsError(f"{target} exists; --force replaces it")
@@ -84,6 +83,24 @@ def write_model(
         _expect_room(part, sum(file.stat().st_size for file in files))
         _fill(part, config_text(name, parameters, instances), model, files)
     return target
+
+
+def _check_model(model: Path, settings: argparse.Namespace) -> None:
+    """Raises ValueError where `LLM` would refuse the model, or what is asked of it."""
+    config = ModelConfig.from_pretrained(model)
+    ranks = settings.tensor_parallel_size
+    if ranks == 1 and settings.load_format == "auto":
+        return
+    # These import torch.
+    from trtllm_treewy.export.sharding import shard_config
+    from trtllm_treewy.runtime.trtllm_engine import TrtllmEngine
+
+    if EngineConfig.read(model) is not None or TrtllmEngine.read(model) is not None:
+        raise ValueError(
+            f"{model} is an engine for one device, with its weights in it: expected "
+            f"tensor_parallel_size 1 and load_format auto, got {ranks} and {settings.load_format}"
+        )
+    shard_config(config, ranks)
 
 
 def model_files(model: Path, *, weights: bool = True) -> Iterator[Path]:

@@ -11,8 +11,17 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from trtllm_treewy.cli.engine_arguments import add_drafts, add_engine, check_engine
+from trtllm_treewy.cli.engine_arguments import (
+    add_drafts,
+    add_engine,
+    add_tensor_parallel,
+    check_engine,
+    integers,
+    positive,
+)
 from trtllm_treewy.cli.serve_arguments import add_limits
+
+from .places import check_gpus
 
 # Parameters that Triton's Python backend reads itself.
 _TRITONS = frozenset(("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"))
@@ -27,10 +36,27 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="leave the prompt out of text_output where a request does not say (default: on)",
     )
-    add_limits(parser)
+    limits = add_limits(parser)
+    limits.add_argument(
+        "--request-timeout",
+        type=positive,
+        metavar="SECONDS",
+        help="end a request that has not ended by then, waiting included, with an error; for "
+        "clients of whose leaving Triton does not tell (default: none, its max_tokens end it)",
+    )
     add_drafts(parser)
     # Triton decides the place: an instance runs on the GPU that its instance group gives it.
-    add_engine(parser, device=False)
+    engine = add_engine(parser, device=False)
+    add_tensor_parallel(
+        engine,
+        "GPUs that each instance is divided over, or processes on the CPU (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--python-executable",
+        metavar="FILE",
+        help="Python interpreter, on the machine that serves, that --tensor-parallel-size starts "
+        "its processes with (default: the one whose library Triton's stub has loaded)",
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,16 +71,19 @@ def parser() -> argparse.ArgumentParser:
     """Reads parameters that were turned into flags."""
     reader = _Parser(prog="config.pbtxt", add_help=False, allow_abbrev=False)
     reader.add_argument("--model", required=True)
+    # Of the flags that place instances the one that the instance group has no place for.
+    reader.add_argument("--gpus", type=integers)
     add_settings(reader)
     return reader
 
 
 def parameters_of(args: argparse.Namespace) -> dict[str, str]:
     """The parameters that say what `args` says; what is as it is by default is left out."""
+    given = vars(args) | ({"gpus": None} if args.tensor_parallel_size == 1 else {})
     return {
-        action.dest: _text(getattr(args, action.dest))
+        action.dest: _text(given[action.dest])
         for action in parser()._actions
-        if getattr(args, action.dest) != action.default
+        if given[action.dest] != action.default
     }
 
 
@@ -73,6 +102,10 @@ def read_parameters(parameters: Mapping[str, Any]) -> argparse.Namespace:
     args.usage_error = reader.error
     args.quiet = True
     check_engine(args)
+    for name in ("gpus", "python_executable"):
+        if getattr(args, name) is not None and args.tensor_parallel_size == 1:
+            raise ValueError(f"parameter {name} needs tensor_parallel_size above 1")
+    check_gpus(args.gpus, args.tensor_parallel_size)
     return args
 
 

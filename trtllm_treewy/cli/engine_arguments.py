@@ -23,7 +23,7 @@ LOAD_FORMATS = ("auto", "dummy")
 EPILOG = "TREEWY_DEBUG=1 in the environment shows an error with its traceback."
 
 
-def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> None:
+def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> argparse._ArgumentGroup:
     """Types, place and limits of the engine; without `device` someone else decides the place."""
     engine = parser.add_argument_group("engine")
     engine.add_argument(
@@ -43,13 +43,12 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> None:
         engine.add_argument(
             "--device",
             metavar="NAME",
-            help="cpu, cuda, cuda:1, ... (default: a GPU if torch finds one)",
+            help="cpu, cuda, cuda:1, ..., or that of each rank: cuda:0,cuda:2 (default: a GPU if "
+            "torch finds one)",
         )
         add_tensor_parallel(
             engine, "GPUs that the model is divided over, from --device on (default: %(default)s)"
         )
-    else:
-        parser.set_defaults(tensor_parallel_size=1)
     engine.add_argument(
         "--max-batch-size",
         type=positive,
@@ -79,6 +78,7 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> None:
         "that must be there (default: %(default)s, the checkpoint's)",
     )
     _add_graphs(parser)
+    return engine
 
 
 def _add_graphs(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,8 @@ FLAG_OF_SETTING = {
     "top_k": "--top-k",
     "seed": "--seed",
     "num_nodes": "--num-nodes",
+    "gpus": "--gpus",
+    "python_executable": "--python-executable",
     "tensor_parallel_size": "--tensor-parallel-size",
 }
 

@@ -57,14 +57,16 @@ def _add_instances(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="instances on each device (default: %(default)s)",
+        help="instances on each device, or on each set of devices (default: %(default)s)",
     )
     place = group.add_mutually_exclusive_group()
     place.add_argument(
         "--gpus",
         type=integers,
         metavar="N,N,...",
-        help="numbers of the GPUs (default: every GPU that Triton finds, or else the CPU)",
+        help="numbers of the GPUs; with --tensor-parallel-size N an instance on the first N, on "
+        "the next N, and so on (default: every GPU that Triton finds, or else the CPU; with "
+        "--tensor-parallel-size the first N)",
     )
     place.add_argument(
         "--cpu", action="store_true", help="run on the CPU (default: where there is no GPU)"

@@ -15,20 +15,21 @@ from .streams import write_err
 def run(args: argparse.Namespace) -> int:
     """Writes the model; an exit code."""
     expect_directory(args.model)
-    if args.gpus is not None and min(args.gpus) < 0:
-        raise ValueError(f"--gpus has {min(args.gpus)}, expected numbers of GPUs, from 0 on")
     # Refused here is what the server would refuse.
     speculation_of(args, args.model)
     graph_settings(args)
     from ..runtime.triton.config_pbtxt import Instances
+    from ..runtime.triton.places import check_gpus
     from ..runtime.triton.repository import write_model
 
+    ranks = args.tensor_parallel_size
+    check_gpus(args.gpus, ranks)
     target = write_model(
         Path(args.output),
         Path(args.model).resolve().name if args.name is None else args.name,
         Path(args.model),
         args,
-        Instances(count=args.replicas, gpus=args.gpus, cpu=args.cpu),
+        Instances(count=args.replicas, gpus=args.gpus, cpu=args.cpu, ranks=ranks),
         model_path=args.model_path,
         force=args.force,
     )
