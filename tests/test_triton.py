@@ -12,6 +12,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -337,6 +339,33 @@ def test_a_request_that_waits_can_be_cancelled(server):
     for client in reversed(clients):
         client.stop_stream(cancel_requests=True)
         client.close()
+    until(lambda: idle(server))
+
+
+CLIENT = """
+import sys, threading
+import tritonclient.grpc as grpc
+from triton_load import infer_inputs
+client = grpc.InferenceServerClient(sys.argv[1])
+client.start_stream(lambda result, error: print("here", flush=True))
+values = {"text_input": sys.argv[2], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+client.async_stream_infer("treewy-tiny", infer_inputs(grpc, **values))
+threading.Event().wait(60)
+"""
+
+
+def test_a_grpc_client_that_is_killed_frees_the_request(server):
+    """It cancels nothing, and closes nothing itself."""
+    before = finished(server, "cancelled")
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, f"127.0.0.1:{server.grpc}", PROMPT],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with client:
+        assert client.stdout.readline() == b"here\n"
+        client.kill()
+    until(lambda: finished(server, "cancelled") == before + 1)
     until(lambda: idle(server))
 
 
