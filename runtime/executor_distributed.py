@@ -40,7 +40,7 @@ class RankGroup:
     Args:
         config: of one rank's share.
         load: gives a rank's model; it goes to the other processes, so it must be picklable.
-        devices: of each rank, as `rank_devices` gives them.
+        devices: of each rank, as `devices_of` gives them.
         load_first: in place of `load` for rank 0, where that does more (tells of its progress).
         timeout: seconds that a collective waits for the other ranks.
 
@@ -106,23 +106,6 @@ class RankGroup:
     def close(self) -> None:
         """Ends the processes; safe to call twice."""
         self._workers.close()
-
-
-def rank_devices(device: torch.device, ranks: int) -> list[torch.device]:
-    """Where each rank runs: GPUs from `device` on, or the CPU for all.
-
-    Raises:
-        ValueError: there are not as many GPUs.
-    """
-    if device.type != "cuda":
-        return [device] * ranks
-    first, count = device.index or 0, torch.cuda.device_count()
-    if first + ranks > count:
-        raise ValueError(
-            f"tensor_parallel_size {ranks} needs {ranks} CUDA devices from cuda:{first} on, torch "
-            f"sees {count}"
-        )
-    return [torch.device("cuda", first + rank) for rank in range(ranks)]
 
 
 class DistributedExecutor:

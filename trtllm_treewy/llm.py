@@ -33,8 +33,9 @@ from .outputs import CompletionOutput, RequestOutput
 from .runtime import async_engine
 from .runtime.build import build_engine
 from .runtime.detokenizer import Detokenizer
+from .runtime.devices import Devices, devices_of
 from .runtime.engine_files import executor_maker
-from .runtime.executor_distributed import RankGroup, rank_devices
+from .runtime.executor_distributed import RankGroup
 from .runtime.request import Request
 from .runtime.stats import EngineStats
 from .runtime.trtllm_engine import TrtllmEngine
@@ -107,7 +108,7 @@ class LLM:
         max_batch_size: int | None = 8,
         max_seq_len: int | None = None,
         max_num_tokens: int = 8192,
-        device: str | torch.device | Sequence[str | torch.device] | None = None,
+        device: Devices | None = None,
         progress: Callable[[int, int], None] | None = None,
         **others: Any,
     ) -> None:
@@ -137,7 +138,7 @@ class LLM:
             _refuse_for_engine(directory, "load_format", load_format, "auto")
         if built is not None and built.kind == ONNX and device is None:
             device = "cpu"
-        devices = _devices(device, tensor_parallel_size)
+        devices = devices_of(device, tensor_parallel_size)
         self.device = devices[0]
         if built is not None or trtllm is not None or tensor_parallel_size > 1:
             _warn_of_graphs(graphs, self.device)
@@ -620,46 +621,6 @@ def _load(
     if load_format == "dummy":
         return dummy_model(config, dtype=resolve_dtype(dtype, config), device=device)
     return load_model(directory, config, dtype=dtype, device=device, progress=progress)
-
-
-def _devices(
-    device: str | torch.device | Sequence[str | torch.device] | None, ranks: int
-) -> list[torch.device]:
-    """The device of each rank; ValueError if one is not there, or their number is not `ranks`."""
-    if isinstance(device, str) and "," in device:
-        device = [name.strip() for name in device.split(",")]
-    if device is None or isinstance(device, (str, torch.device)):
-        return rank_devices(_device(device), ranks)
-    found = [_device(one) for one in device]
-    if len(found) != ranks:
-        raise ValueError(
-            f"device names {len(found)} devices, expected one for each rank of "
-            f"tensor_parallel_size={ranks}, or the first alone"
-        )
-    kinds, places = {one.type for one in found}, {(one.type, one.index or 0) for one in found}
-    if len(kinds) > 1 or (kinds == {"cuda"} and len(places) < ranks):
-        named = ", ".join(map(str, found))
-        raise ValueError(f"device must be different GPUs, or the CPU for all ranks, got {named}")
-    return found
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or a GPU where there is one; ValueError if it is not there."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device {device!r} is not a torch device: {error}") from None
-    if found.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (found.index or 0) >= count:
-            raise ValueError(
-                f"device {str(device)!r} is not there: torch sees {count} CUDA devices"
-            )
-    elif found.type != "cpu":
-        raise ValueError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
-    return found
 
 
 def _is_single(inputs: Any) -> bool:
