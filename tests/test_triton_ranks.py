@@ -73,7 +73,7 @@ def loaded(server):
 
 
 def ranks(server):
-    """Processes of ranks 1, 2, .. whose rank 0 is the stub of this server; they lead sessions."""
+    """Processes of ranks 1, 2, .. whose rank 0 is the stub of this server."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
