@@ -35,10 +35,12 @@ __device__ __forceinline__ unsigned divide(unsigned x, uint32_t inverse) {
 }
 
 // Barriers beside the block's: of the rows' warps; of the helpers; of the rows' warps and the
-// helper that inverted the weights of block r of a group, kInverseBarrier + r.
+// helper that inverted the weights of block r of a group, kInverseBarrier + r; or the one that
+// takes the products of a small tree.
 inline constexpr int kRowsBarrier = 1;
 inline constexpr int kHelperBarrier = 2;
 inline constexpr int kInverseBarrier = 3;
+inline constexpr int kProductsBarrier = 4;
 
 // What a block works on.
 struct VerifyWork {
@@ -53,7 +55,8 @@ struct VerifyWork {
 };
 
 enum class Nodes {
-    kOneBlock,  // at most 16 nodes and no history, so that the layout is known to the compiler
+    kEight,    // at most 8 and no history, so that the layout is known to the compiler
+    kSixteen,  // the same, at most 16
     kAny,
     kUnaligned,  // any; vectors of the tensors may not be moved at once
 };
@@ -65,7 +68,8 @@ struct VerifyTypes {
     static constexpr int kKeyDim = kKeyDim_;
     static constexpr int kTiles = kTiles_;  // of 16 rows of V, a warp
     static constexpr int kWarps = kWarps_;  // that own rows
-    static constexpr bool kOneBlock = kNodes == Nodes::kOneBlock;
+    static constexpr bool kOneBlock = kNodes == Nodes::kEight || kNodes == Nodes::kSixteen;
+    static constexpr int kNodeRows = kNodes == Nodes::kEight ? 8 : kNodeBlock;  // of a node block
     static constexpr int kNodeBlocks = kOneBlock ? 1 : 0;  // 0: as the layout says
     static constexpr bool kAligned = kNodes != Nodes::kUnaligned;
     static constexpr bool kHistory = !kOneBlock;
@@ -84,14 +88,15 @@ struct VerifyTypes {
     static constexpr int kWeightTerms = sizeof(State) == 4 || sizeof(Input) == 4 ? 3 : 2;
     static constexpr int kUnroll = sizeof(State) == 4 || sizeof(Input) == 4 ? 1 : 4;
     // Blocks that registers are to allow on a multiprocessor.
-    static constexpr int kMinBlocks = !kOneBlock                          ? 2
-                                      : kWarps == 8                       ? 3
-                                      : kTiles == 1 && sizeof(State) == 2 ? 5
-                                                                          : 4;
+    static constexpr int kMinBlocks = !kOneBlock                             ? 2
+                                      : kWarps == 8                          ? 3
+                                      : kNodeRows == 8 && sizeof(State) == 2 ? 5
+                                      : kTiles == 1 && sizeof(State) == 2    ? 5
+                                                                             : 4;
     static constexpr VerifyLayout kLayout =
-        verify_layout(VerifyShape{kKeyDim, 0, kNodeBlock, 0, static_cast<int>(sizeof(Input)),
-                                  static_cast<int>(sizeof(State)), kWeightTerms},
-                      kRows, 1);
+        small_layout(VerifyShape{kKeyDim, 0, kNodeRows, 0, static_cast<int>(sizeof(Input)),
+                                 static_cast<int>(sizeof(State)), kWeightTerms},
+                     kRows, kNodeRows);
 };
 
 // Of a node: beta, decay from S_0 over |k| and over |q| (with K^-1/2), decay from S_0.

@@ -44,87 +44,27 @@
 // bytes: for loads that came one after the other (values and gates are asked for before anything
 // that they do not need), for one warp's serial work (helpers, halves of 8 nodes), and to moves
 // between registers (ldmatrix puts operands where the instruction wants them). At most 16 nodes of
-// aligned 16-bit inputs with K = 128 and no history have a kernel of their own, whose layout the
-// compiler knows. State through cp.async, not bulk
+// aligned 16-bit inputs with K = 128 and no history have a kernel of their own
+// (tree_verify_small.cuh). State through cp.async, not bulk
 // copies: its chunks are swapped against bank conflicts on the way.
 #pragma once
 
 #include "tree_verify_selecting.cuh"
+#include "tree_verify_steps.cuh"
 #include "tree_verify_weights.cuh"
 
 namespace treewy {
 
-// Rows of node block d into 16 rows of shared memory; rows from `valid` on become zero.
-template <typename Types>
-__device__ __forceinline__ void load_nodes(unsigned char* to, const typename Types::Input* from,
-                                           int stride, int d, int valid, int thread) {
-    load_rows<typename Types::Input, Types::kKeyDim, kNodeBlock, Types::kRowThreads, 0,
-              Types::kAligned>(to, from + d * kNodeBlock * stride, stride, valid - d * kNodeBlock,
-                               thread);
-}
-
-template <typename Types>
-__device__ __forceinline__ VerifyWork find_work(const VerifyArgs& args) {
-    VerifyWork work;
-    const unsigned block = blockIdx.x, head = divide(block, args.tiles_inverse);
-    const unsigned tiles = args.params.state.value_dim / Types::kRows;
-    const unsigned tile = block - head * tiles;
-    work.first_tile = tile == 0;
-    work.first_row = static_cast<int>(tile) * Types::kRows;
-    work.head = static_cast<int>(head);
-    work.row = static_cast<int>(blockIdx.y);
-    work.key_head = static_cast<int>(divide(head, args.ratio_inverse));
-    return work;
-}
-
-// Slot, nodes and history of the block's row: the first thing read that the rest depends on.
-__device__ __forceinline__ void read_row(const treewy_tree_verify_params& p, VerifyWork& work) {
-    work.slot = p.tree.slot[work.row];
-    const int nodes = p.tree.num_nodes[work.row];
-    const bool live = is_live_slot(work.slot, p.tree.num_slots);
-    work.nodes = !live || nodes < 0 ? 0 : nodes < p.tree.max_nodes ? nodes : p.tree.max_nodes;
-    work.history = 0;
-    if (p.history.length != nullptr && work.nodes > 0) {
-        work.history = clamp_length(p.history.length[work.slot], p.history.capacity);
-    }
-}
-
-// Where a thread of the rows' warps stands.
-struct Place {
-    int thread;
-    int warp;
-    int lane;
-    int first;  // of the lane's 2 kTiles rows of V
-};
-
-template <typename Types>
-__device__ __forceinline__ Place find_place(const VerifyWork& work) {
-    Place at;
-    at.thread = static_cast<int>(threadIdx.x);
-    at.warp = at.thread / kWarp;
-    at.lane = at.thread % kWarp;
-    at.first = work.first_row + at.warp * Types::kWarpRows + 2 * Types::kTiles * (at.lane / 4);
-    return at;
-}
-
-template <typename Types>
-__device__ __forceinline__ int group_size(const VerifyArgs& args) {
-    return Types::kOneBlock ? 1 : args.layout.group;
-}
-
-template <typename Types>
 __device__ __forceinline__ void set_count(const VerifyArgs& args, const VerifyWork& work,
                                           Group& group) {
     const int left = (work.nodes + kNodeBlock - 1) / kNodeBlock - group.first;
-    group.count = min(group_size<Types>(args), left);
+    group.count = min(args.layout.group, left);
 }
 
-template <typename Types>
 __device__ __forceinline__ void next_group(const VerifyArgs& args, const VerifyWork& work,
                                            Group& group) {
     group.first += group.count;
-    set_count<Types>(args, work, group);
-    if (Types::kOneBlock) group.count = 0;
+    set_count(args, work, group);
 }
 
 // Starts the copies of the queries of a group.
@@ -154,7 +94,7 @@ __device__ __forceinline__ void copy_nodes(const VerifyArgs& args, const Shared&
         load_nodes<Types>(shared.keys + d * kNodeBlock * Types::kInputRowBytes, keys, args.k.node,
                           d, p.tree.max_nodes, thread);
     }
-    copy_queries<Types>(args, shared, work, 0, group_size<Types>(args), p.tree.max_nodes, thread);
+    copy_queries<Types>(args, shared, work, 0, args.layout.group, p.tree.max_nodes, thread);
 }
 
 template <typename Types>
@@ -188,98 +128,6 @@ __device__ __forceinline__ void copy_history(const VerifyArgs& args, const Share
     }
 }
 
-// A warp copies its own rows of the state, so that it need not wait for others.
-template <typename Types>
-__device__ __forceinline__ void copy_state(const VerifyArgs& args, const Shared& shared,
-                                           const VerifyWork& work, const Place& at) {
-    using State = typename Types::State;
-    constexpr int kKeyDim = Types::kKeyDim;
-    const treewy_tree_verify_params& p = args.params;
-    const int64_t row =
-        int64_t{work.head} * p.state.value_dim + work.first_row + at.warp * Types::kWarpRows;
-    const State* from =
-        static_cast<const State*>(p.state.data) + work.slot * p.state.slot_stride + row * kKeyDim;
-    load_rows<State, kKeyDim, Types::kWarpRows, kWarp, Types::kStateShift, true>(
-        shared.state + at.warp * Types::kWarpRows * Types::kStateRowBytes, from, kKeyDim,
-        Types::kWarpRows, at.lane);
-}
-
-// Starts the copies of a warp's values of node block d.
-template <typename Types>
-__device__ __forceinline__ void copy_values(const VerifyArgs& args, const Shared& shared,
-                                            const VerifyWork& work, int d, const Place& at) {
-    const treewy_tree_verify_params& p = args.params;
-    const auto* from =
-        static_cast<const typename Types::Input*>(p.v) +
-        at_head(p.v_stride[0], args.v, work, work.first_row + at.warp * Types::kWarpRows);
-    Values<Types>(shared, d, at.warp).copy(from, args.v.node, d, p.tree.max_nodes, at.lane);
-}
-
-// sum += A B over two steps.
-template <bool kApart, typename A, typename B>
-__device__ __forceinline__ void multiply_pair(float (&sum)[4], const FragmentA<A> (&a)[2],
-                                              const FragmentB<B>& b) {
-    if constexpr (kApart) {
-        // Tensor cores cut sums off: few of them at full size, the small first.
-        float part[4] = {};
-        multiply<1, kMaxOrder>(part, a[0], b, 0);
-        multiply<1, kMaxOrder>(part, a[1], b, 1);
-        multiply<0, 0>(part, a[0], b, 0);
-        multiply<0, 0>(part, a[1], b, 1);
-#pragma unroll
-        for (int at = 0; at < 4; ++at) sum[at] += part[at];
-    } else {
-        multiply<0, kMaxOrder>(sum, a[0], b, 0);
-        multiply<0, kMaxOrder>(sum, a[1], b, 1);
-    }
-}
-
-// Steps 2 pair and 2 pair + 1 of a warp's rows of the state.
-template <typename Types>
-__device__ __forceinline__ void load_state(
-    const Shared& shared, int pair, int warp, int lane,
-    FragmentA<typename Types::State> (&a)[Types::kTiles][2]) {
-    constexpr int kTiles = Types::kTiles, kStateRow = Types::kStateRowBytes;
-    const unsigned char* rows = shared.state + warp * Types::kWarpRows * kStateRow;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            a[i][odd] = load_a<typename Types::State, 2 * kTiles * kStateRow, kStateRow>(
-                rows + 2 * i * kStateRow, 2 * pair + odd, lane);
-        }
-    }
-}
-
-// S_0 [K_d; Q_d]^T of a warp's rows, as the sums come: total[0] for the keys, total[1] for the
-// queries of block r of the group. kColumns: 1 where the block has at most 8 nodes.
-template <typename Types, int kColumns>
-__device__ __forceinline__ void multiply_state(const Shared& shared, int d, int r, int warp,
-                                               int lane, Tile<Types::kTiles> (&total)[2]) {
-    using Input = typename Types::Input;
-    constexpr int kTiles = Types::kTiles, kInputRow = Types::kInputRowBytes;
-    const unsigned char* nodes_of[2] = {shared.keys + d * kNodeBlock * kInputRow,
-                                        shared.queries + r * kNodeBlock * kInputRow};
-    total[0] = total[1] = zero_tile<kTiles>();
-#pragma unroll Types::kUnroll
-    for (int pair = 0; pair < Types::kKeyDim / 32; ++pair) {
-        FragmentA<typename Types::State> a[kTiles][2];
-        load_state<Types>(shared, pair, warp, lane, a);
-#pragma unroll
-        for (int kind = 0; kind < 2; ++kind) {
-#pragma unroll
-            for (int j = 0; j < kColumns; ++j) {
-                const auto b =
-                    load_b<Input, kInputRow>(nodes_of[kind] + 8 * j * kInputRow, pair, lane);
-#pragma unroll
-                for (int i = 0; i < kTiles; ++i) {
-                    multiply_pair<Types::kSumApart>(total[kind].x[i][j], a[i], b);
-                }
-            }
-        }
-    }
-}
-
 template <typename Types>
 __device__ __forceinline__ void multiply_state(const Shared& shared, const VerifyWork& work, int d,
                                                int r, const Place& at,
@@ -288,31 +136,6 @@ __device__ __forceinline__ void multiply_state(const Shared& shared, const Verif
         multiply_state<Types, 2>(shared, d, r, at.warp, at.lane, total);
     } else {
         multiply_state<Types, 1>(shared, d, r, at.warp, at.lane, total);
-    }
-}
-
-// Makes those sums R and the first part of o: norms, decays, v and beta.
-template <typename Types, typename Source>
-__device__ __forceinline__ void finish_state(const Shared& shared, const VerifyWork& work, int d,
-                                             int lane, const Source& values,
-                                             Tile<Types::kTiles>& rhs_of,
-                                             Tile<Types::kTiles>& out_of) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int t = node_of(d, j, lane % 4, e);
-            const NodeFactors factor = shared.factors[t];
-            const auto v = values.at(j, e, lane);
-#pragma unroll
-            for (int i = 0; i < 2 * Types::kTiles; ++i) {
-                float& rhs = rhs_of.x[i / 2][j][i % 2 * 2 + e];
-                float& out = out_of.x[i / 2][j][i % 2 * 2 + e];
-                const float value = Source::kZeroed || t < work.nodes ? as_float(v.x[i]) : 0.0f;
-                rhs = factor.beta * (value - factor.key * rhs);
-                out *= factor.query;
-            }
-        }
     }
 }
 
@@ -326,14 +149,14 @@ __device__ __forceinline__ void solve_block(const VerifyArgs& args, const Shared
     constexpr bool kApart = Types::kSumApart;
     const int d = group.first + r;
     int pair = group.pairs_before(r);
-    for (int block = 0; !Types::kOneBlock && block < group.history_blocks; ++block, ++pair) {
+    for (int block = 0; block < group.history_blocks; ++block, ++pair) {
         const auto terms =
             split_tile<kTerms>(load_history<Types>(args, work, block, at.first, at.lane % 4));
         apply<kApart>(rhs, terms, weights_at<kTerms>(shared, pair, 0), at.lane);
         apply<kApart>(out, terms, weights_at<kTerms>(shared, pair, 1), at.lane);
     }
-    const uint32_t related = !Types::kOneBlock && d > 0 ? shared.related[d] : 0;
-    for (int e = 0; !Types::kOneBlock && e < d; ++e, ++pair) {
+    const uint32_t related = d > 0 ? shared.related[d] : 0;
+    for (int e = 0; e < d; ++e, ++pair) {
         if (!((related >> e) & 1u)) continue;
         const auto terms = load_known<Types>(shared, e, at.thread);
         apply<kApart>(rhs, terms, weights_at<kTerms>(shared, pair, 0), at.lane);
@@ -342,14 +165,13 @@ __device__ __forceinline__ void solve_block(const VerifyArgs& args, const Shared
     const bool two = work.nodes - d * kNodeBlock > kNodeBlock / 2;
     const auto terms =
         solve_own<kApart, kTerms>(rhs, weights_at<kTerms>(shared, pair, 0), two, at.lane);
-    if (!Types::kOneBlock && keep) keep_known<Types>(shared, d, at.thread, terms);
+    if (keep) keep_known<Types>(shared, d, at.thread, terms);
     apply<kApart>(out, terms, weights_at<kTerms>(shared, pair, 1), at.lane);
 }
 
-template <typename Types>
 __device__ __forceinline__ Group first_group(const VerifyArgs& args, const VerifyWork& work) {
-    Group group{0, 0, Types::kOneBlock ? 0 : (work.history + kNodeBlock - 1) / kNodeBlock};
-    set_count<Types>(args, work, group);
+    Group group{0, 0, (work.history + kNodeBlock - 1) / kNodeBlock};
+    set_count(args, work, group);
     return group;
 }
 
@@ -362,13 +184,13 @@ __device__ __forceinline__ void help(const VerifyArgs& args, const Shared& share
     const int helper = thread / kWarp, lane = thread % kWarp;
     // All loads at once: none of them waits for another.
     NodeInputs inputs[Types::kNodesPerHelper];
+    const RowInputs row = load_row(p, work);
     read_nodes<Types>(p, work, thread, inputs);
     const float A_log = p.A_log[work.head], dt_bias = p.dt_bias[work.head];
-    read_row(p, work);
+    settle_row(p, row, work);
     if (thread == 0) *shared.not_finite = 0;
     follow_paths<Types>(args, shared, work, inputs, A_log, dt_bias, thread);
-    for (Group group = first_group<Types>(args, work); group.count > 0;
-         next_group<Types>(args, work, group)) {
+    for (Group group = first_group(args, work); group.count > 0; next_group(args, work, group)) {
         __syncthreads();  // norms
         for (int r = helper; r < group.count; r += Types::kHelpers) {
             if (lane < kNodeBlock) make_factor(shared, (group.first + r) * kNodeBlock + lane);
@@ -388,11 +210,12 @@ __device__ __forceinline__ void help(const VerifyArgs& args, const Shared& share
 template <typename Types>
 __device__ __forceinline__ void start_rows(const VerifyArgs& args, const Shared& shared,
                                            VerifyWork& work, const Place& at) {
+    const RowInputs row = load_row(args.params, work);
     copy_nodes<Types>(args, shared, work, at.thread);
     commit_copies();
-    read_row(args.params, work);
+    settle_row(args.params, row, work);
     const int blocks = (work.nodes + kNodeBlock - 1) / kNodeBlock;
-    if (!Types::kOneBlock && work.history > 0) {
+    if (work.history > 0) {
         copy_history<Types>(args, shared, work, (work.history + kNodeBlock - 1) / kNodeBlock,
                             at.thread);
     }
@@ -403,7 +226,7 @@ __device__ __forceinline__ void start_rows(const VerifyArgs& args, const Shared&
     }
     commit_copies();
     wait_copies<1>();  // all but the state
-    zero_padding<Types>(shared, work, blocks, group_size<Types>(args), at.thread);
+    zero_padding<Types>(shared, work, blocks, args.layout.group, at.thread);
     sync_at<Types::kRowThreads>(kRowsBarrier);
 }
 
@@ -414,16 +237,14 @@ __device__ __forceinline__ void solve_group(const VerifyArgs& args, const Shared
                                             const Place& at, Tile<Types::kTiles> (&total)[2]) {
     for (int r = 0; r < group.count; ++r) {
         const int d = group.first + r;
-        if (!Types::kOneBlock) {
-            if (d > 0) {
-                multiply_state<Types>(shared, work, d, r, at, total);
-                wait_copies<0>();  // the values
-                __syncwarp();
-            }
-            if (d + 1 < blocks) {
-                copy_values<Types>(args, shared, work, d + 1, at);
-                commit_copies();
-            }
+        if (d > 0) {
+            multiply_state<Types>(shared, work, d, r, at, total);
+            wait_copies<0>();  // the values
+            __syncwarp();
+        }
+        if (d + 1 < blocks) {
+            copy_values<Types>(args, shared, work, d + 1, at);
+            commit_copies();
         }
         finish_state<Types>(shared, work, d, at.lane, Values<Types>(shared, d, at.warp), total[0],
                             total[1]);
@@ -440,8 +261,7 @@ __device__ __forceinline__ void work_rows(const VerifyArgs& args, const Shared& 
                                           VerifyWork& work, const Place& at) {
     start_rows<Types>(args, shared, work, at);
     const int blocks = (work.nodes + kNodeBlock - 1) / kNodeBlock;
-    for (Group group = first_group<Types>(args, work); group.count > 0;
-         next_group<Types>(args, work, group)) {
+    for (Group group = first_group(args, work); group.count > 0; next_group(args, work, group)) {
         if (group.first > 0) {  // the queries of the last group are done with
             copy_queries<Types>(args, shared, work, group.first, group.count, work.nodes,
                                 at.thread);
@@ -452,7 +272,7 @@ __device__ __forceinline__ void work_rows(const VerifyArgs& args, const Shared& 
         measure_norms<Types>(shared, group, group.first == 0, blocks, at.warp, at.lane);
         // What need not wait for the helpers. Where the weights take the queries' place, nobody may
         // make one before everybody is done with the queries: products now, weights later.
-        const bool shares = Types::kOneBlock || args.layout.weights == args.layout.queries;
+        const bool shares = args.layout.weights == args.layout.queries;
         float dot[1][4];
         if (shares) dot_one_block<Types>(shared, at.warp, at.lane, dot);
         Tile<Types::kTiles> total[2];

@@ -5,6 +5,7 @@
 
 #include "tree_verify_kernel.cuh"
 #include "tree_verify_launch.h"
+#include "tree_verify_small.cuh"
 #include "tree_verify_whole.cuh"
 
 namespace treewy {
@@ -65,15 +66,23 @@ treewy_status launch_whole(const treewy_tree_verify_params& p, const VerifyLayou
     return launch_kernel<Types>(tree_verify_whole_kernel<Types>, p, layout, stream);
 }
 
+template <typename Types>
+treewy_status launch_small(const treewy_tree_verify_params& p, treewy_stream stream) {
+    return launch_kernel<Types>(tree_verify_small_kernel<Types>, p, Types::kLayout, stream);
+}
+
 // At most 16 nodes without a history: for the head dim of the models there are.
 template <typename Input, typename State, int kKeyDim, int kTiles, int kWarps>
 treewy_status launch_blocks(const treewy_tree_verify_params& p, const VerifyLayout& layout,
                             treewy_stream stream) {
     if constexpr (kKeyDim == 128 && sizeof(Input) == 2) {
         if (layout.node_blocks == 1 && layout.history_blocks == 0) {
-            return launch_types<
-                VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kOneBlock>>(p, layout,
-                                                                                      stream);
+            if (p.tree.max_nodes <= kNodeBlock / 2) {
+                return launch_small<
+                    VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kEight>>(p, stream);
+            }
+            return launch_small<
+                VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kSixteen>>(p, stream);
         }
     }
     return launch_types<VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kAny>>(p, layout,

@@ -145,6 +145,34 @@ inline constexpr VerifyLayout verify_layout(const VerifyShape& shape, int rows, 
     return at;
 }
 
+// The layout of a tree of at most 16 nodes without a history, of `node_rows` 8 or 16 nodes, where
+// the compiler knows it (tree_verify_small.cuh). Queries lie behind the keys.
+inline constexpr VerifyLayout small_layout(const VerifyShape& shape, int rows, int node_rows) {
+    VerifyLayout at{};
+    at.node_blocks = at.group = at.mask_words = 1;
+    int end = 0;
+    const auto place = [&end](int bytes) {
+        const int offset = end;
+        end += ceil_blocks(bytes, 16) * 16;
+        return offset;
+    };
+    at.state = place(rows * shape.key_dim * shape.state_bytes);
+    at.keys = place(node_rows * shape.key_dim * shape.input_bytes);
+    at.queries = place(node_rows * shape.key_dim * shape.input_bytes);
+    at.values = place(node_rows * rows * shape.input_bytes);
+    at.weights = place(2 * shape.weight_terms * 512);
+    at.dense = place(2 * 64 * 4);
+    at.path_sum = place(kNodeBlock * 8);
+    at.factors = place(kNodeBlock * 16);
+    at.beta = place(kNodeBlock * 4);
+    at.key_norm = place(kNodeBlock * 4);
+    at.query_norm = place(kNodeBlock * 4);
+    at.ancestors = place(kNodeBlock * 4);
+    at.not_finite = place(4);
+    at.total = end;
+    return at;
+}
+
 // The largest group that leaves room for as many blocks on a multiprocessor as a single node block
 // does: fewer barriers, but not for fewer blocks. A block takes 1 KiB of its own; a multiprocessor
 // has that much more than `shared_bytes`, the most of a block.

@@ -85,16 +85,17 @@ struct Values {
     unsigned char* base;  // the warp's of this node block
 
     __device__ __forceinline__ Values(const Shared& shared, int d, int warp)
-        : base(shared.values +
-               ((Types::kOneBlock ? 0 : d & 1) * Types::kWarps + warp) * kNodeBlock * kNodeBytes) {}
+        : base(shared.values + ((Types::kOneBlock ? 0 : d & 1) * Types::kWarps + warp) *
+                                   Types::kNodeRows * kNodeBytes) {}
 
     // Starts the copies of block d; `from` is row 0 of the warp's at node 0. What is beyond the
     // tensor is a copy of the last node, and not used.
     __device__ __forceinline__ void copy(const Input* from, int stride, int d, int max_nodes,
                                          int lane) const {
 #pragma unroll
-        for (int start = 0; start < kNodeBlock * kChunks; start += kWarp) {
+        for (int start = 0; start < Types::kNodeRows * kChunks; start += kWarp) {
             const int index = start + lane, node = index / kChunks, chunk = index % kChunks;
+            if (Types::kNodeRows * kChunks < kWarp && index >= Types::kNodeRows * kChunks) continue;
             const int place = (node & 8) + node % 2 * 4 + node / 2 % 4;
             unsigned char* to = base + place * kNodeBytes + 16 * chunk;
             const Input* at = from + min(d * kNodeBlock + node, max_nodes - 1) * stride +
@@ -137,13 +138,14 @@ __device__ __forceinline__ int64_t at_head(int64_t row_stride, const NodeStrides
     return work.row * row_stride + (work.head * stride.head + first);
 }
 
-// Stores a lane's rows of a tile at its four nodes, rounded to T; zeros for nodes from `nodes` on.
-template <bool kAligned, typename T, int kTiles>
+// Stores a lane's rows of a tile at its two nodes of each of the first kHalves 8, rounded to T;
+// zeros for nodes from `nodes` on.
+template <bool kAligned, int kHalves, typename T, int kTiles>
 __device__ __forceinline__ void store_tile(T* to, int node_stride, const Tile<kTiles>& tile,
                                            int first_node, int nodes, int max_nodes) {
     T* at = to + first_node * node_stride;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < kHalves; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int t = first_node + 8 * j + e;
@@ -166,18 +168,20 @@ __device__ __forceinline__ void store_block(const VerifyArgs& args, const Verify
                                             const Tile<Types::kTiles>& u, int c) {
     using Input = typename Types::Input;
     constexpr bool kAligned = Types::kAligned;
+    constexpr int kHalves = Types::kNodeRows / 8;
     const treewy_tree_verify_params& p = args.params;
     const int node = d * kNodeBlock + 2 * c, nodes = work.nodes, most = p.tree.max_nodes;
-    store_tile<kAligned>(
+    store_tile<kAligned, kHalves>(
         static_cast<Input*>(p.out) + at_head(p.out_stride[0], args.out, work, first), args.out.node,
         out, node, nodes, most);
     if (p.u == nullptr) return;
     const int64_t u_at = at_head(p.u_stride[0], args.u, work, first);
     if (p.u_dtype == TREEWY_FLOAT32) {
-        store_tile<kAligned>(static_cast<float*>(p.u) + u_at, args.u.node, u, node, nodes, most);
+        store_tile<kAligned, kHalves>(static_cast<float*>(p.u) + u_at, args.u.node, u, node, nodes,
+                                      most);
     } else {
-        store_tile<kAligned>(static_cast<__nv_bfloat16*>(p.u) + u_at, args.u.node, u, node, nodes,
-                             most);
+        store_tile<kAligned, kHalves>(static_cast<__nv_bfloat16*>(p.u) + u_at, args.u.node, u, node,
+                                      nodes, most);
     }
 }
 

@@ -31,17 +31,18 @@ __device__ __forceinline__ float inverse_norm(float sum, float scale) {
     return scale * (square <= FLT_MAX ? inverse : y);
 }
 
-// scale / |x| of the 16 rows of a node block, by one warp: 8 lanes a row.
-template <typename Types>
+// scale / |x| of kRows rows of nodes, by one warp: 8 lanes a row.
+template <typename Types, int kRows = kNodeBlock>
 __device__ __forceinline__ void measure_rows(float* to, const unsigned char* rows, float scale,
                                              int lane) {
     using Input = typename Types::Input;
     constexpr int kPerChunk = kPer16Bytes<Input>;
     constexpr int kChunks = Types::kKeyDim / kPerChunk / 8;
     const unsigned char* from = rows + lane / 8 * Types::kInputRowBytes + lane % 8 * 16;
-    float sum[4] = {};
+    constexpr int kTurns = kRows / 4;
+    float sum[kTurns] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kTurns; ++i) {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             const Vec<Input, kPerChunk> value = *reinterpret_cast<const Vec<Input, kPerChunk>*>(
@@ -54,7 +55,7 @@ __device__ __forceinline__ void measure_rows(float* to, const unsigned char* row
         }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kTurns; ++i) {
 #pragma unroll
         for (int step = 4; step > 0; step /= 2) {
             sum[i] += __shfl_xor_sync(kAllLanes, sum[i], step);
@@ -62,7 +63,7 @@ __device__ __forceinline__ void measure_rows(float* to, const unsigned char* row
     }
     if (lane % 8 != 0) return;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[4 * i + lane / 8] = inverse_norm(sum[i], scale);
+    for (int i = 0; i < kTurns; ++i) to[4 * i + lane / 8] = inverse_norm(sum[i], scale);
 }
 
 // Norms of node blocks: of the keys of all `blocks` where `keys`, of the queries of the group.
@@ -183,8 +184,7 @@ __device__ __forceinline__ void weigh(const Shared& shared, int d, int at, int k
             if (kHistory) {
                 mask = (i < history ? 1u : 0u) | (i + 1 < history ? 2u : 0u);
             } else {
-                const int words = Types::kOneBlock ? 1 : shared.mask_words;
-                mask = shared.ancestors[t * words + i / 32] >> (i % 32);
+                mask = shared.ancestors[t * shared.mask_words + i / 32] >> (i % 32);
                 if (kind == 0 && (t >> 1) == (i >> 1)) mask &= ~(1u << (t & 1));
             }
             float (&x)[4] = value[half];
@@ -254,12 +254,12 @@ __device__ __forceinline__ void couple_group(const Shared& shared, const Group& 
     }
 }
 
-// (I - W)^-1 - I for W within 8 nodes of a block, `dense`, both halves at once, to the block's own
+// (I - W)^-1 - I for W within 8 nodes of a block, `dense`, kHalves at once, to the block's own
 // place. Lane 8 half + j has column j. Products of (I - beta k k^T) are contractions, so that no
 // entry exceeds 1.
-template <int kTerms>
+template <int kTerms, int kHalves = 2>
 __device__ __forceinline__ void invert(uint4* place, const float* dense, int lane) {
-    const int half = lane / 8 % 2, column = lane % 8;
+    const int half = lane / 8 % kHalves, column = lane % 8;
     const float* w = dense + half * 64;
     float x[8];
 #pragma unroll
@@ -272,7 +272,7 @@ __device__ __forceinline__ void invert(uint4* place, const float* dense, int lan
         for (int i = 0; i < t; ++i) sum[i % 2] = fmaf(row[i], x[i], sum[i % 2]);
         x[t] = t > column ? sum[0] + sum[1] : 0.0f;
     }
-    if (lane >= 16) return;
+    if (lane >= 8 * kHalves) return;
     // Row 8 half + t, column 8 half + 2 c + e: half e of word 3 half of lane 4 t + c.
     uint32_t* words = reinterpret_cast<uint32_t*>(place) + 3 * half + column / 2 * 4;
 #pragma unroll

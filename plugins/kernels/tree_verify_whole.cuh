@@ -35,6 +35,7 @@ struct WholeTypes {
     static constexpr int kWarps = 8;
     static constexpr int kNodeBlocks = kNodeBlocks_;
     static constexpr bool kOneBlock = false;
+    static constexpr int kNodeRows = kNodeBlock;
     static constexpr bool kAligned = true;
     static constexpr bool kHistory = false;
     static constexpr int kMaskWords = ceil_blocks(kNodeBlocks * kNodeBlock, 32);
@@ -61,29 +62,10 @@ struct WholeTypes {
 
 inline constexpr int kInvertersBarrier = 1;
 
-// Slot and nodes of a row as they come, and what follows from them, apart: the loads go out first.
-struct RowInputs {
-    int slot;
-    int nodes;
-};
-
 struct HeadInputs {
     float A_log;
     float dt_bias;
 };
-
-__device__ __forceinline__ RowInputs load_row(const treewy_tree_verify_params& p,
-                                              const VerifyWork& work) {
-    return {p.tree.slot[work.row], p.tree.num_nodes[work.row]};
-}
-
-__device__ __forceinline__ void settle_row(const treewy_tree_verify_params& p,
-                                           const RowInputs& inputs, VerifyWork& work) {
-    const bool live = is_live_slot(inputs.slot, p.tree.num_slots);
-    work.slot = inputs.slot;
-    work.nodes = live ? max(0, min(inputs.nodes, p.tree.max_nodes)) : 0;
-    work.history = 0;
-}
 
 // The pair (node block d, node block e before it or itself) in shared memory.
 __device__ __forceinline__ int pair_of(int d, int e) { return d * (d + 1) / 2 + e; }
