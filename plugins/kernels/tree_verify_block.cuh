@@ -41,6 +41,7 @@ inline constexpr int kRowsBarrier = 1;
 inline constexpr int kHelperBarrier = 2;
 inline constexpr int kInverseBarrier = 3;
 inline constexpr int kProductsBarrier = 4;
+inline constexpr int kPathsBarrier = 5;
 
 // What a block works on.
 struct VerifyWork {

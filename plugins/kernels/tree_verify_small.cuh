@@ -9,6 +9,9 @@
 //     rows' warps: copies | norms, K K^T, Q K^T | S_0 [K; Q]^T           | R, U, o, stores
 //     helper:      gates, path sums, ancestors  | weights, their inverse |
 //
+// Of 16 nodes and a bfloat16 state, whose products are short, the rows' warps make the weights,
+// too, and the helper the inverse alone.
+//
 // Up to 8 nodes, keys and queries are the two halves of one operand A, and every product of nodes
 // is half as long; their rows in shared memory are 8, so that three blocks of a float32 state share
 // a multiprocessor and not two.
@@ -20,27 +23,36 @@
 
 namespace treewy {
 
-// Products of nodes of a warp as they come out of mma, for the helper. They lie where its weights
-// will: [unit, lane]. Of 16 nodes unit 2 kind + half, kind 0 the keys, has columns 8 half ..; of 8
-// the only unit has the keys as rows 0 to 7 and the queries as rows 8 to 15.
+// Products of nodes with each other, one unit a warp. Of 16 nodes unit 2 kind + half, kind 0 the
+// keys, has columns 8 half ..; of 8 the only unit has the keys as rows 0 to 7 and the queries as
+// rows 8 to 15.
 template <typename Types>
 struct NodeProducts {
     static constexpr bool kEight = Types::kNodeRows == 8;
     static constexpr int kUnits = kEight ? 1 : 4;
-    float4* base;
+    // The rows' warps make weights of their own units where the state's products are short, and the
+    // helper of all of them where those leave it the time.
+    static constexpr bool kRowsWeigh = !kEight && sizeof(typename Types::State) == 2;
+    using Unit = float[1][4];
 
-    __device__ __forceinline__ explicit NodeProducts(const Shared& shared)
-        : base(reinterpret_cast<float4*>(shared.weights)) {}
-
-    __device__ __forceinline__ void make(const Shared& shared, int unit, int lane) const {
-        float dot[1][4];
+    static __device__ __forceinline__ void make(const Shared& shared, int unit, int lane,
+                                                Unit& value) {
         dot_keys<Types, false>(shared, unit / 2 == 0 ? shared.keys : shared.queries, 8 * (unit % 2),
-                               lane, dot);
-        base[unit * kWarp + lane] = make_float4(dot[0][0], dot[0][1], dot[0][2], dot[0][3]);
+                               lane, value);
     }
-    __device__ __forceinline__ void read(int unit, int lane, float (&value)[4]) const {
-        const float4 x = base[unit * kWarp + lane];
-        value[0] = x.x, value[1] = x.y, value[2] = x.z, value[3] = x.w;
+    // For the helper, as they come out of mma, in the weights' place.
+    static __device__ __forceinline__ float4* place(const Shared& shared, int unit, int lane) {
+        return reinterpret_cast<float4*>(shared.weights) + unit * kWarp + lane;
+    }
+    static __device__ __forceinline__ void hand_over(const Shared& shared, int unit, int lane,
+                                                     const Unit& value) {
+        *place(shared, unit, lane) =
+            make_float4(value[0][0], value[0][1], value[0][2], value[0][3]);
+    }
+    static __device__ __forceinline__ void take_over(const Shared& shared, int unit, int lane,
+                                                     Unit& value) {
+        const float4 x = *place(shared, unit, lane);
+        value[0][0] = x.x, value[0][1] = x.y, value[0][2] = x.z, value[0][3] = x.w;
     }
 };
 
@@ -70,41 +82,68 @@ __device__ __forceinline__ void weigh_own(const Shared& shared, int kind, int t,
     high = mask & 2u ? second * high : 0.0f;
 }
 
-// All weights from the products, by the helper.
+// The weights of a unit.
+template <typename Types>
+__device__ __forceinline__ void weigh_unit(const Shared& shared, int unit, int lane,
+                                           float (&value)[1][4]) {
+    constexpr int kTerms = Types::kWeightTerms;
+    const int g = lane / 4, column = 2 * (lane % 4);
+    float (&x)[4] = value[0];
+    if constexpr (NodeProducts<Types>::kEight) {
+        weigh_own(shared, 0, g, column, x[0], x[1]);
+        weigh_own(shared, 1, g, column, x[2], x[3]);
+        *reinterpret_cast<float2*>(shared.dense + 8 * g + column) = make_float2(x[0], x[1]);
+        uint32_t terms[kTerms];
+        split(x[2], x[3], terms);
+        uint4* place = weights_at<kTerms>(shared, 0, 1) + lane;
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) place[term * kWarp].x = terms[term];
+    } else {
+        const int kind = unit / 2, half = unit % 2, i = 8 * half + column;
+        weigh_own(shared, kind, g, i, x[0], x[1]);
+        weigh_own(shared, kind, 8 + g, i, x[2], x[3]);
+        uint4* place = weights_at<kTerms>(shared, 0, kind);
+        if (kind == 0) {
+            store_own<kTerms>(place, shared.dense, x, half, lane);
+        } else {
+            store_terms<kTerms>(place, x, half, 0, lane);
+        }
+    }
+}
+
+// All weights, by the helper.
 template <typename Types>
 __device__ __forceinline__ void weigh_nodes(const Shared& shared, int lane) {
     using Products = NodeProducts<Types>;
-    constexpr int kTerms = Types::kWeightTerms;
-    const Products products(shared);
-    float value[Products::kUnits][4];
-#pragma unroll
-    for (int unit = 0; unit < Products::kUnits; ++unit) products.read(unit, lane, value[unit]);
-    __syncwarp();  // weights take their place
-    const int g = lane / 4, column = 2 * (lane % 4);
+    typename Products::Unit value[Products::kUnits];
 #pragma unroll
     for (int unit = 0; unit < Products::kUnits; ++unit) {
-        float (&x)[4] = value[unit];
-        if constexpr (Products::kEight) {
-            weigh_own(shared, 0, g, column, x[0], x[1]);
-            weigh_own(shared, 1, g, column, x[2], x[3]);
-            *reinterpret_cast<float2*>(shared.dense + 8 * g + column) = make_float2(x[0], x[1]);
-            uint32_t terms[kTerms];
-            split(x[2], x[3], terms);
-            uint4* place = weights_at<kTerms>(shared, 0, 1) + lane;
-#pragma unroll
-            for (int term = 0; term < kTerms; ++term) place[term * kWarp].x = terms[term];
-        } else {
-            const int kind = unit / 2, half = unit % 2, i = 8 * half + column;
-            weigh_own(shared, kind, g, i, x[0], x[1]);
-            weigh_own(shared, kind, 8 + g, i, x[2], x[3]);
-            uint4* place = weights_at<kTerms>(shared, 0, kind);
-            if (kind == 0) {
-                store_own<kTerms>(place, shared.dense, x, half, lane);
-            } else {
-                store_terms<kTerms>(place, x, half, 0, lane);
-            }
-        }
+        Products::take_over(shared, unit, lane, value[unit]);
     }
+    __syncwarp();  // weights take their place
+#pragma unroll
+    for (int unit = 0; unit < Products::kUnits; ++unit) {
+        weigh_unit<Types>(shared, unit, lane, value[unit]);
+    }
+    __syncwarp();
+}
+
+// Norms, products and, where the rows' warps make them, weights of the nodes, by those warps.
+template <typename Types>
+__device__ __forceinline__ void relate_nodes(const Shared& shared, int warp, int lane) {
+    using Products = NodeProducts<Types>;
+    constexpr int kBoth = Types::kRowThreads + kWarp;
+    const int norms = Types::kWarps - 1 - warp;  // by other warps where there are more
+    typename Products::Unit value;
+    if (warp < Products::kUnits) Products::make(shared, warp, lane, value);
+    if (norms < Types::kNodeRows / 4) measure_unit<Types>(shared, norms, lane);
+    if constexpr (Products::kRowsWeigh) {
+        sync_at<kBoth>(kPathsBarrier);
+        if (warp < Products::kUnits) weigh_unit<Types>(shared, warp, lane, value);
+    } else {
+        if (warp < Products::kUnits) Products::hand_over(shared, warp, lane, value);
+    }
+    arrive_at<kBoth>(kProductsBarrier);
 }
 
 // What the helper does: gates and paths, factors, weights and their inverse.
@@ -122,10 +161,11 @@ __device__ __forceinline__ void help_small(const VerifyArgs& args, const Shared&
     if (lane == 0) *shared.not_finite = 0;
     follow_paths<Types>(args, shared, work, inputs, A_log, dt_bias, lane);
     if (work.nodes == 0) return;
+    constexpr bool kRowsWeigh = NodeProducts<Types>::kRowsWeigh;
+    if (kRowsWeigh) arrive_at<Types::kRowThreads + kWarp>(kPathsBarrier);
     sync_at<Types::kRowThreads + kWarp>(kProductsBarrier);  // and norms
     if (lane < Types::kNodeRows) make_factor(shared, lane);
-    weigh_nodes<Types>(shared, lane);
-    __syncwarp();
+    if (!kRowsWeigh) weigh_nodes<Types>(shared, lane);
     invert<kTerms, Types::kNodeRows / 8>(weights_at<kTerms>(shared, 0, 0), shared.dense, lane);
     __syncwarp();
     arrive_at<Types::kRowThreads + kWarp>(kInverseBarrier);
@@ -191,14 +231,10 @@ __device__ __forceinline__ void solve_small(const Shared& shared, int lane,
 template <typename Types>
 __device__ __forceinline__ void work_small(const VerifyArgs& args, const Shared& shared,
                                            VerifyWork& work, const Place& at) {
-    constexpr int kUnits = NodeProducts<Types>::kUnits;
     start_small<Types>(args, shared, work, at);
     Tile<Types::kTiles> total[2] = {zero_tile<Types::kTiles>(), zero_tile<Types::kTiles>()};
     if (work.nodes > 0) {
-        const int norms = Types::kWarps - 1 - at.warp;  // by other warps where there are more
-        if (at.warp < kUnits) NodeProducts<Types>(shared).make(shared, at.warp, at.lane);
-        if (norms < 2 * Types::kNodeRows / 8) measure_unit<Types>(shared, norms, at.lane);
-        arrive_at<Types::kRowThreads + kWarp>(kProductsBarrier);
+        relate_nodes<Types>(shared, at.warp, at.lane);
         wait_copies<0>();
         __syncwarp();  // a warp reads what its own lanes copied
         multiply_state<Types, Types::kNodeRows / 8>(shared, 0, 0, at.warp, at.lane, total);
