@@ -769,8 +769,10 @@ def check_prefill_conv(machine, seed, *, dtype, channels, width, lengths, pad=0)
 # ------------------------------------------------------------------ prefill
 
 
-def check_prefill(machine, seed, dims, *, lengths, dtype=F32, state_dtype=F32, decay="mild"):
-    """Outputs and final states of packed sequences, in one call and in two."""
+def check_prefill(
+    machine, seed, dims, *, lengths, dtype=F32, state_dtype=F32, decay="mild", pad=4
+):  # fmt: skip
+    """Outputs and final states of packed sequences; heads lie `pad` elements apart."""
     gen = generator(seed)
     slots = len(lengths) + 3
     raw = projections(gen, dims, sum(lengths), dtype=dtype, decay=decay)
@@ -783,7 +785,7 @@ def check_prefill(machine, seed, dims, *, lengths, dtype=F32, state_dtype=F32, d
     free = [s for s in range(slots) if s not in slot.tolist()]
     state[free] = float("nan")
     ours = machine.put(state)
-    inputs = [spread(raw[name], machine, pad=(4, 1)) for name in ("q", "k", "v")]
+    inputs = [spread(raw[name], machine, pad=(pad, 1)) for name in ("q", "k", "v")]
     inputs += [spread(raw[name], machine, pad=(3,)) for name in ("a", "b")]
     inputs += [machine.put(raw[name]) for name in ("A_log", "dt_bias")]
     out = machine.call("prefill", *inputs, ours, machine.put(slot), machine.put(cu_seqlens))

@@ -76,6 +76,23 @@ __device__ __forceinline__ void load_matrices(uint32_t (&words)[4], const unsign
                  : "memory");
 }
 
+// The same, of matrix i the elements at column g of rows 2 c and 2 c + 1.
+__device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const unsigned char* row) {
+    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Of an 8 by 8 matrix, a lane with columns 2 c and 2 c + 1 of row g, to rows 2 c and 2 c + 1 of
+// column g.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t word) {
+    uint32_t out;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
+    return out;
+}
+
 // 2^x to two units in the last place; zero where the result would be subnormal.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
@@ -92,6 +109,14 @@ __device__ __forceinline__ void sync_at(int id) {
 template <int kThreads>
 __device__ __forceinline__ void arrive_at(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+// Of so many threads as the launch has.
+__device__ __forceinline__ void sync_at(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_at(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // sum += A B for A [16, 16] and B [16, 8]. With g = lane / 4 and c = lane % 4:

@@ -31,6 +31,15 @@ __device__ __forceinline__ float inverse_norm(float sum, float scale) {
     return scale * (square <= FLT_MAX ? inverse : y);
 }
 
+// The diagonal of a 16 by 16 product, rows 8 j + g by columns 8 j + 2 c + odd, makes norms.
+__device__ __forceinline__ void store_norms(float* to, const float (&low)[4],
+                                            const float (&high)[4], float scale, int lane) {
+    const int g = lane / 4, c = lane % 4;
+    if (g / 2 != c) return;
+    to[g] = inverse_norm(g % 2 == 0 ? low[0] : low[1], scale);
+    to[8 + g] = inverse_norm(g % 2 == 0 ? high[2] : high[3], scale);
+}
+
 // scale / |x| of kRows rows of nodes, by one warp: 8 lanes a row.
 template <typename Types, int kRows = kNodeBlock>
 __device__ __forceinline__ void measure_rows(float* to, const unsigned char* rows, float scale,

@@ -92,15 +92,6 @@ __device__ __forceinline__ void add_steps(float (&sum)[2][4], const FragmentA<In
     }
 }
 
-// The diagonal of a 16 by 16 product, rows 8 j + g by columns 8 j + 2 c + odd, makes norms.
-__device__ __forceinline__ void store_norms(float* to, const float (&low)[4],
-                                            const float (&high)[4], float scale, int lane) {
-    const int g = lane / 4, c = lane % 4;
-    if (g / 2 != c) return;
-    to[g] = inverse_norm(g % 2 == 0 ? low[0] : low[1], scale);
-    to[8 + g] = inverse_norm(g % 2 == 0 ? high[2] : high[3], scale);
-}
-
 // The products of a pair, and of a node block with itself its norms. By one warp.
 template <typename Types>
 __device__ __forceinline__ void multiply_nodes(const Shared& shared, int d, int e, int lane,

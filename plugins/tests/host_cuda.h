@@ -13,6 +13,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -100,6 +101,7 @@ struct Machine {
 };
 
 inline Machine machine;
+inline const char* last_kernel = "";  // mangled name of the kernel launched last
 
 inline Fiber& fiber() { return *machine.fibers[machine.current]; }
 
@@ -401,6 +403,11 @@ extern "C" inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr 
 extern "C" inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
 extern "C" inline const char* cudaGetErrorName(cudaError_t) { return "cudaError"; }
 
+// For tests of which kernel a call gets.
+extern "C" __attribute__((used, visibility("default"))) inline const char* host_cuda_last_kernel() {
+    return host_cuda::last_kernel;
+}
+
 #include "../kernels/common.cuh"
 
 namespace treewy {
@@ -432,19 +439,42 @@ inline void load_matrices(uint32_t (&words)[4], const unsigned char* row) {
         std::memcpy(&words[i], from + 4 * (lane % 4), 4);
     }
 }
+inline void load_transposed(uint32_t (&words)[4], const unsigned char* row) {
+    const int lane = host_cuda::lane();
+    for (int i = 0; i < 4; ++i) {
+        uint16_t halves[2];
+        for (int j = 0; j < 2; ++j) {
+            const unsigned char* from = host_cuda::exchange(row, 8 * i + 2 * (lane % 4) + j);
+            std::memcpy(&halves[j], from + 2 * (lane / 4), 2);
+        }
+        words[i] = halves[0] | static_cast<uint32_t>(halves[1]) << 16;
+    }
+}
+inline uint32_t transpose_matrix(uint32_t word) {
+    const int g = host_cuda::lane() / 4, c = host_cuda::lane() % 4, shift = g % 2 * 16;
+    const uint32_t low = host_cuda::exchange(word, 4 * (2 * c) + g / 2) >> shift;
+    const uint32_t high = host_cuda::exchange(word, 4 * (2 * c + 1) + g / 2) >> shift;
+    return (low & 0xffffu) | high << 16;
+}
 inline float fast_exp2(float x) { return std::exp2(x); }
+inline void arrive_at(int id, int threads) {
+    host_cuda::NamedBarrier& barrier = host_cuda::machine.barriers[id];
+    if (barrier.arrived > 0 && barrier.expected != threads) host_cuda::die("threads of a barrier");
+    barrier.expected = threads;
+    ++barrier.arrived;
+}
+inline void sync_at(int id, int threads) {
+    arrive_at(id, threads);
+    host_cuda::fiber().barrier = id;
+    host_cuda::yield(host_cuda::Wait::kNamed);
+}
 template <int kThreads>
 void arrive_at(int id) {
-    host_cuda::NamedBarrier& barrier = host_cuda::machine.barriers[id];
-    if (barrier.arrived > 0 && barrier.expected != kThreads) host_cuda::die("threads of a barrier");
-    barrier.expected = kThreads;
-    ++barrier.arrived;
+    arrive_at(id, kThreads);
 }
 template <int kThreads>
 void sync_at(int id) {
-    arrive_at<kThreads>(id);
-    host_cuda::fiber().barrier = id;
-    host_cuda::yield(host_cuda::Wait::kNamed);
+    sync_at(id, kThreads);
 }
 inline void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                 uint32_t b1) {
@@ -465,6 +495,9 @@ treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid,
         return fail(TREEWY_UNSUPPORTED, "%s: a launch with %zu bytes of shared memory", name,
                     shared);
     }
+    Dl_info found{};
+    const bool named = dladdr(reinterpret_cast<const void*>(kernel), &found) != 0;
+    host_cuda::last_kernel = named && found.dli_sname != nullptr ? found.dli_sname : "";
     host_cuda::machine.blocks_x = static_cast<unsigned>(grid.x);
     host_cuda::run_grid(grid.x * grid.y, threads, shared, [&] { kernel(params); });
     return TREEWY_OK;
