@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply_state(const RowState<Types::kKeyDim>& s
                                                Tile<1> (&rhs)[Types::kBlocks],
                                                Tile<1> (&out)[Types::kBlocks]) {
     using Input = typename Types::Input;
-    constexpr int kTerms = Types::kTerms, kRow = Types::kRow, kInputTerms = Types::kInputTerms;
+    constexpr int kTerms = Types::kStateTerms, kRow = Types::kRow, kInputTerms = Types::kInputTerms;
 #pragma unroll
     for (int d = 0; d < Types::kBlocks; ++d) rhs[d] = out[d] = zero_tile<1>();
 #pragma unroll
@@ -263,7 +263,7 @@ __device__ __forceinline__ TileTerms<Types::kTerms, 1> solve_block(const ChunkSh
     const TokenFactors* factors = shared.factors(chunk) + 16 * d + 2 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < 8; ++i) u.x[0][i / 4][i % 4] *= factors[8 * (i / 4) + i % 2].end;
-    return split_tile<kTerms>(u);
+    return split_tile<Types::kTerms>(u);
 }
 
 // S <- `whole` S + U K of a chunk, U as operands.
@@ -329,7 +329,7 @@ __device__ __forceinline__ void carry_rows(const treewy_prefill_params& p,
         rows.count = static_cast<int>(
             min(block.stop - block.start - int64_t{chunk} * kTokens, int64_t{kTokens}));
         Tile<1> rhs[Types::kBlocks], out[Types::kBlocks];
-        sync_at(kFullBarrier + chunk % kWeightStages, block.threads());
+        sync_at(kFullBarrier + chunk % kWeightStages, block.threads);
         multiply_state<Types>(state, shared.keys(chunk), shared.queries(chunk), lane, rhs, out);
         make_rhs<Types>(shared.values(chunk, pitch) + 32 * warp, pitch, shared.factors(chunk), lane,
                         rhs, out);
@@ -344,7 +344,7 @@ __device__ __forceinline__ void carry_rows(const treewy_prefill_params& p,
         rows.out_at += kTokens * p.out_stride[0];
         update_state<Types>(state, shared.keys(chunk), *shared.whole(chunk), u, lane);
         if (chunk + 2 < block.chunks) {
-            arrive_at(kEmptyBarrier + chunk % kWeightStages, block.threads());
+            arrive_at(kEmptyBarrier + chunk % kWeightStages, block.threads);
         }
     }
     store_state(data, state, lane);
@@ -357,7 +357,7 @@ __device__ __forceinline__ void zero_outputs(const treewy_prefill_params& p,
     using Input = typename Types::Input;
     const int across = 4 * block.row_warps;
     const int64_t at = block.head * p.out_stride[1] + block.row0;
-    for (int64_t i = threadIdx.x; i < (block.stop - block.start) * across; i += block.threads()) {
+    for (int64_t i = threadIdx.x; i < (block.stop - block.start) * across; i += block.threads) {
         Input* to = static_cast<Input*>(p.out) + (block.start + i / across) * p.out_stride[0] + at;
         *reinterpret_cast<uint2*>(to + i % across * 4) = make_uint2(0, 0);
     }
@@ -371,6 +371,8 @@ __global__ void __launch_bounds__(Types::kMaxThreads, 1)
     unsigned index = blockIdx.x;
     block.row_warps = work.row_warps;
     block.value_pitch = work.value_pitch;
+    block.helpers = work.helpers;
+    block.threads = (work.helpers + work.row_warps) * kWarp;
     block.row0 = static_cast<int>(index % work.tiles) * 16 * work.row_warps;
     index /= work.tiles;
     block.head = static_cast<int>(index % p.state.value_heads);
@@ -400,12 +402,12 @@ template <typename Types>
 treewy_status launch_chunks(const char* name, const treewy_prefill_params& p,
                             const PrefillPlan& plan, treewy_stream stream) {
     const int tiles = p.state.value_dim / (16 * plan.row_warps);
-    const ChunkLayout layout =
-        chunk_layout(Types::kKeyDim, Types::kTokens, Types::kTerms, plan.row_warps);
+    const ChunkLayout layout = chunk_layout(Types::kKeyDim, Types::kTokens, plan.row_warps);
+    const int helpers = helper_warps(Types::kTokens, plan.row_warps);
     return launch(name, prefill_chunks<Types>,
                   int64_t{p.packed.batch} * p.state.value_heads * tiles,
-                  (kChunkHelpers + plan.row_warps) * kWarp, static_cast<size_t>(layout.total),
-                  stream, ChunkWork{p, tiles, plan.row_warps, value_pitch(plan.row_warps)});
+                  (helpers + plan.row_warps) * kWarp, static_cast<size_t>(layout.total), stream,
+                  ChunkWork{p, tiles, plan.row_warps, helpers, value_pitch(plan.row_warps)});
 }
 
 }  // namespace treewy

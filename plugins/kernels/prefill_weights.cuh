@@ -13,6 +13,7 @@ struct ChunkWork {
     treewy_prefill_params prefill;
     int tiles;  // blocks that share a value head
     int row_warps;
+    int helpers;  // other warps
     int value_pitch;
 };
 
@@ -24,13 +25,13 @@ struct ChunkTypes {
     static constexpr int kBlocks = kBlocks_;  // of 16 tokens
     static constexpr int kTokens = 16 * kBlocks;
     static constexpr int kInputTerms = Operand<Input>::kTerms;
-    static constexpr int kTerms = chunk_terms(kInputTerms, static_cast<int>(sizeof(State)));
+    static constexpr int kTerms = kChunkTerms;
+    static constexpr int kStateTerms = state_terms(kInputTerms, static_cast<int>(sizeof(State)));
     static constexpr int kRow = kKeyDim * 2;  // bytes of a key
-    static constexpr int kHelperThreads = kChunkHelpers * kWarp;
-    static constexpr int kMaxThreads = kHelperThreads + kMostRowWarps * kWarp;
+    static constexpr int kMaxThreads = (most_row_warps(kTokens) + 4) * kWarp;
     static constexpr int kPairs = block_pairs(kTokens);
-    static constexpr ChunkLayout kLayout = chunk_layout(kKeyDim, kTokens, kTerms, kMostRowWarps);
-    static_assert(kBlocks <= kChunkHelpers && kTokens % kWarp == 0);
+    static constexpr ChunkLayout kLayout = chunk_layout(kKeyDim, kTokens, most_row_warps(kTokens));
+    static_assert(kBlocks <= 4 && kTokens % kWarp == 0);
     static_assert(kWeightStages == 2 && kChunkStages == 3);  // as the barriers' order has it
 };
 
@@ -50,10 +51,10 @@ struct ChunkBlock {
     int key_head;
     int row0;  // of V
     int row_warps;
+    int helpers;
     int value_pitch;  // bytes
     int chunks;
-
-    __device__ __forceinline__ int threads() const { return (kChunkHelpers + row_warps) * kWarp; }
+    int threads;
 };
 
 // Barriers of a block, the first two a stage of weights.
@@ -108,6 +109,10 @@ struct ChunkShared {
 
 inline constexpr int kDensePitch = 20;
 
+__device__ __forceinline__ void sync_helpers(const ChunkBlock& block) {
+    sync_at(kChunkHelperBarrier, block.helpers * kWarp);
+}
+
 // ------------------------------------------------------------------ loads
 
 // Starts the copies of a chunk's keys, queries and values; zeros beyond the sequence's end.
@@ -116,23 +121,25 @@ __device__ __forceinline__ void load_chunk(const treewy_prefill_params& p,
                                            const ChunkShared<Types>& shared,
                                            const ChunkBlock& block, int chunk, int thread) {
     using Input = typename Types::Input;
-    constexpr int kTokens = Types::kTokens, kThreads = Types::kHelperThreads;
+    constexpr int kTokens = Types::kTokens, kThreads = 4 * kWarp;
     const int64_t first = block.start + int64_t{chunk} * kTokens;
     const int count = static_cast<int>(min(block.stop - first, int64_t{kTokens}));
     const Input* k =
         static_cast<const Input*>(p.k) + first * p.k_stride[0] + block.key_head * p.k_stride[1];
     const Input* q =
         static_cast<const Input*>(p.q) + first * p.q_stride[0] + block.key_head * p.q_stride[1];
-    load_rows<Input, Types::kKeyDim, kTokens, kThreads, 0, true>(
-        shared.keys(chunk), k, static_cast<int>(p.k_stride[0]), count, thread);
-    load_rows<Input, Types::kKeyDim, kTokens, kThreads, 0, true>(
-        shared.queries(chunk), q, static_cast<int>(p.q_stride[0]), count, thread);
+    if (thread < kThreads) {
+        load_rows<Input, Types::kKeyDim, kTokens, kThreads, 0, true>(
+            shared.keys(chunk), k, static_cast<int>(p.k_stride[0]), count, thread);
+        load_rows<Input, Types::kKeyDim, kTokens, kThreads, 0, true>(
+            shared.queries(chunk), q, static_cast<int>(p.q_stride[0]), count, thread);
+    }
 
     const int pitch = block.value_pitch, across = 2 * block.row_warps;
     const Input* v = static_cast<const Input*>(p.v) + first * p.v_stride[0] +
                      block.head * p.v_stride[1] + block.row0;
     unsigned char* values = shared.values(chunk, pitch);
-    for (int i = thread; i < kTokens * across; i += kThreads) {
+    for (int i = thread; i < kTokens * across; i += block.helpers * kWarp) {
         const int t = i / across, at = i % across;
         unsigned char* to = values + t * pitch + 16 * at;
         if (t < count) {
@@ -163,30 +170,53 @@ __device__ __forceinline__ void load_gates(const treewy_prefill_params& p, const
     }
 }
 
-// Path sums from the chunk's start, base 2, and what follows from them, by a warp. Tokens beyond
-// the end have g = 0 and beta = 0.
+// What a chunk's gates give, of a lane's tokens.
+template <int kEach>
+struct ChunkGates {
+    float2 sum[kEach];  // path sums from the chunk's start, base 2
+    float beta[kEach];
+    float end[kEach];  // decay to the chunk's end
+    float whole;       // over the chunk
+};
+
+// By a warp. Tokens beyond the end have g = 0 and beta = 0.
 template <typename Types, int kEach>
-__device__ __forceinline__ void sum_gates(const ChunkShared<Types>& shared, const ChunkBlock& block,
-                                          int chunk, int lane, const GateInputs<kEach>& gates,
-                                          float A_log, float dt_bias) {
+__device__ __forceinline__ ChunkGates<kEach> sum_gates(const ChunkBlock& block, int chunk, int lane,
+                                                       const GateInputs<kEach>& inputs, float A_log,
+                                                       float dt_bias) {
     const int64_t first = block.start + int64_t{chunk} * Types::kTokens + kEach * lane;
+    ChunkGates<kEach> gates;
     double g[kEach], own = 0.0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const bool real = first + i < block.stop;
-        g[i] = real ? static_cast<double>(log_decay(gates.a[i], A_log, dt_bias)) * kLog2E : 0.0;
+        g[i] = real ? static_cast<double>(log_decay(inputs.a[i], A_log, dt_bias)) * kLog2E : 0.0;
         own += g[i];
-        shared.beta()[kEach * lane + i] = real ? 1.0f / (1.0f + expf(-gates.b[i])) : 0.0f;
+        gates.beta[i] = real ? 1.0f / (1.0f + expf(-inputs.b[i])) : 0.0f;
     }
     double total, sum = warp_prefix(own, &total);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         sum += g[i];
-        shared.path_sum()[kEach * lane + i] = two_floats(sum);
+        gates.sum[i] = two_floats(sum);
         const float end = static_cast<float>(total - sum);
-        shared.factors(chunk)[kEach * lane + i].end = fast_exp2(end > 0.0f ? 0.0f : end);
+        gates.end[i] = fast_exp2(end > 0.0f ? 0.0f : end);
     }
-    if (lane == 0) *shared.whole(chunk) = fast_exp2(static_cast<float>(total));
+    gates.whole = fast_exp2(static_cast<float>(total));
+    return gates;
+}
+
+template <typename Types, int kEach>
+__device__ __forceinline__ void store_gates(const ChunkShared<Types>& shared, int chunk, int lane,
+                                            const ChunkGates<kEach>& gates) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int t = kEach * lane + i;
+        shared.path_sum()[t] = gates.sum[i];
+        shared.beta()[t] = gates.beta[i];
+        shared.factors(chunk)[t].end = gates.end[i];
+    }
+    if (lane == 0) *shared.whole(chunk) = gates.whole;
 }
 
 // ------------------------------------------------------------------ weights
@@ -272,17 +302,40 @@ __device__ __forceinline__ void invert_block(const ChunkShared<Types>& shared, i
     }
 }
 
-// A block's products with itself, and of them its norms.
+// A block's products with itself, and of them its norms. All in one pass, as sums that wait for
+// themselves.
 template <typename Types>
 __device__ __forceinline__ void multiply_own(const ChunkShared<Types>& shared, int chunk, int d,
                                              int lane, float (&key)[2][4], float (&query)[2][4]) {
     using Input = typename Types::Input;
-    const unsigned char* keys = shared.keys(chunk) + d * 16 * Types::kRow;
-    const unsigned char* queries = shared.queries(chunk) + d * 16 * Types::kRow;
+    constexpr int kRow = Types::kRow;
+    const unsigned char* keys = shared.keys(chunk) + d * 16 * kRow;
+    const unsigned char* queries = shared.queries(chunk) + d * 16 * kRow;
     float square[2][4];
-    dot_rows<Input, Input, Types::kKeyDim>(key, keys, keys, lane);
-    dot_rows<Input, Input, Types::kKeyDim>(query, queries, keys, lane);
-    dot_rows<Input, Input, Types::kKeyDim>(square, queries, queries, lane);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        key[i / 4][i % 4] = query[i / 4][i % 4] = square[i / 4][i % 4] = 0.0f;
+    }
+#pragma unroll 2
+    for (int pair = 0; pair < Types::kKeyDim / 32; ++pair) {
+        FragmentA<Input> k[2], q[2];
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            k[odd] = load_a<Input, kRow, 8 * kRow>(keys, 2 * pair + odd, lane);
+            q[odd] = load_a<Input, kRow, 8 * kRow>(queries, 2 * pair + odd, lane);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto with = load_b<Input, kRow>(keys + 8 * half * kRow, pair, lane);
+            const auto own = load_b<Input, kRow>(queries + 8 * half * kRow, pair, lane);
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+                multiply<0, kMaxOrder>(key[half], k[odd], with, odd);
+                multiply<0, kMaxOrder>(query[half], q[odd], with, odd);
+                multiply<0, kMaxOrder>(square[half], q[odd], own, odd);
+            }
+        }
+    }
     store_norms(shared.key_norm() + 16 * d, key[0], key[1], 1.0f, lane);
     store_norms(shared.query_norm() + 16 * d, square[0], square[1], key_scale<Types::kKeyDim>(),
                 lane);
@@ -304,13 +357,14 @@ __device__ __forceinline__ void make_factors(const ChunkShared<Types>& shared, i
 // All weights and factors of a chunk, whose gates are summed. Warp d has block d with itself; the
 // pairs of different blocks go round, from the warps on that have none.
 template <typename Types>
-__device__ __forceinline__ void make_weights(const ChunkShared<Types>& shared, int chunk, int warp,
+__device__ __forceinline__ void make_weights(const ChunkShared<Types>& shared,
+                                             const ChunkBlock& block, int chunk, int warp,
                                              int lane) {
     using Input = typename Types::Input;
     constexpr int kBlocks = Types::kBlocks;
     float key[2][4], query[2][4];
     if (warp < kBlocks) multiply_own(shared, chunk, warp, lane, key, query);
-    sync_at<Types::kHelperThreads>(kChunkHelperBarrier);
+    sync_helpers(block);
     if (warp < kBlocks) {
         weigh_products(shared, chunk, warp, warp, 0, key, lane);
         weigh_products(shared, chunk, warp, warp, 1, query, lane);
@@ -318,14 +372,16 @@ __device__ __forceinline__ void make_weights(const ChunkShared<Types>& shared, i
         __syncwarp();
         invert_block(shared, chunk, warp, lane);
     }
-    int turn = kBlocks;
+    int turn = kBlocks % block.helpers;
 #pragma unroll 1
     for (int d = 1; d < kBlocks; ++d) {
 #pragma unroll 1
         for (int e = 0; e < d; ++e) {
 #pragma unroll 1
             for (int kind = 0; kind < 2; ++kind) {
-                if (turn++ % kChunkHelpers != warp) continue;
+                const bool mine = turn == warp;
+                if (++turn == block.helpers) turn = 0;
+                if (!mine) continue;
                 const unsigned char* rows = kind == 0 ? shared.keys(chunk) : shared.queries(chunk);
                 float value[2][4];
                 dot_rows<Input, Input, Types::kKeyDim>(value, rows + d * 16 * Types::kRow,
@@ -338,41 +394,46 @@ __device__ __forceinline__ void make_weights(const ChunkShared<Types>& shared, i
 }
 
 // The helpers' way through the sequence. While the rows' warps work at a chunk, the next one's
-// weights are made and the one after it is on its way.
+// weights are made and the one after it is on its way. The last helper has the gates, two chunks
+// ahead.
 template <typename Types>
 __device__ __forceinline__ void prepare_chunks(const treewy_prefill_params& p,
                                                const ChunkShared<Types>& shared,
                                                const ChunkBlock& block, int warp, int lane) {
     constexpr int kEach = Types::kTokens / kWarp;
     const int thread = warp * kWarp + lane;
-    GateInputs<kEach> gates{};
-    float A_log = 0.0f, dt_bias = 0.0f;
-    const bool sums = warp == kChunkHelpers - 1;  // the warp that has the gates
-    if (sums) {
-        A_log = p.A_log[block.head];
-        dt_bias = p.dt_bias[block.head];
-        load_gates<Types>(p, block, 0, lane, gates);
-    }
     load_chunk(p, shared, block, 0, thread);
     commit_copies();
+    GateInputs<kEach> inputs{};
+    ChunkGates<kEach> gates{};
+    float A_log = 0.0f, dt_bias = 0.0f;
+    const bool has_gates = warp == block.helpers - 1;
+    if (has_gates) {
+        A_log = p.A_log[block.head];
+        dt_bias = p.dt_bias[block.head];
+        load_gates<Types>(p, block, 0, lane, inputs);
+        gates = sum_gates<Types>(block, 0, lane, inputs, A_log, dt_bias);
+        load_gates<Types>(p, block, 1, lane, inputs);
+    }
 #pragma unroll 1
     for (int chunk = 0; chunk < block.chunks; ++chunk) {
         // Of chunk - 2 everyone is done with weights, and with what chunk + 1 is loaded over.
         if (chunk >= 2) {
-            sync_at(kEmptyBarrier + chunk % kWeightStages, block.threads());
+            sync_at(kEmptyBarrier + chunk % kWeightStages, block.threads);
         } else {
-            sync_at<Types::kHelperThreads>(kChunkHelperBarrier);
+            sync_helpers(block);
         }
         if (chunk + 1 < block.chunks) load_chunk(p, shared, block, chunk + 1, thread);
         commit_copies();
-        if (sums) {
-            sum_gates(shared, block, chunk, lane, gates, A_log, dt_bias);
-            load_gates<Types>(p, block, chunk + 1, lane, gates);
-        }
+        if (has_gates) store_gates(shared, chunk, lane, gates);
         wait_copies<1>();
-        sync_at<Types::kHelperThreads>(kChunkHelperBarrier);
-        make_weights(shared, chunk, warp, lane);
-        arrive_at(kFullBarrier + chunk % kWeightStages, block.threads());
+        sync_helpers(block);
+        make_weights(shared, block, chunk, warp, lane);
+        arrive_at(kFullBarrier + chunk % kWeightStages, block.threads);
+        if (has_gates) {
+            gates = sum_gates<Types>(block, chunk + 1, lane, inputs, A_log, dt_bias);
+            load_gates<Types>(p, block, chunk + 2, lane, inputs);
+        }
     }
 }
 
