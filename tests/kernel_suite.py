@@ -766,61 +766,6 @@ def check_prefill_conv(machine, seed, *, dtype, channels, width, lengths, pad=0)
     assert same_bits(ours.cpu(), windows)
 
 
-# ------------------------------------------------------------------ prefill
-
-
-def check_prefill(
-    machine, seed, dims, *, lengths, dtype=F32, state_dtype=F32, decay="mild", pad=4
-):  # fmt: skip
-    """Outputs and final states of packed sequences; heads lie `pad` elements apart."""
-    gen = generator(seed)
-    slots = len(lengths) + 3
-    raw = projections(gen, dims, sum(lengths), dtype=dtype, decay=decay)
-    raw["A_log"], raw["dt_bias"] = raw["A_log"].float(), raw["dt_bias"].float()
-    state = random_state(gen, dims, slots, dtype=state_dtype)
-    slot = random_slots(gen, len(lengths), slots, pads=1 if len(lengths) > 2 else 0)
-    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    exact = state.double()
-    truth = treewy.prefill(*wide(*raw.values()), exact, slot, cu_seqlens)
-    free = [s for s in range(slots) if s not in slot.tolist()]
-    state[free] = float("nan")
-    ours = machine.put(state)
-    inputs = [spread(raw[name], machine, pad=(pad, 1)) for name in ("q", "k", "v")]
-    inputs += [spread(raw[name], machine, pad=(3,)) for name in ("a", "b")]
-    inputs += [machine.put(raw[name]) for name in ("A_log", "dt_bias")]
-    out = machine.call("prefill", *inputs, ours, machine.put(slot), machine.put(cu_seqlens))
-    kind = f"prefill {str(dtype)[6:]}/{str(state_dtype)[6:]}"
-    machine.close(f"{kind} out", out, truth)
-    live = [s for s, n in zip(slot.tolist(), lengths, strict=True) if s >= 0 and n > 0]
-    machine.close(f"{kind} state", ours.cpu()[live], exact[live])
-    still = [s for s in range(slots) if s not in live]
-    assert same_bits(ours.cpu()[still], state[still])
-
-
-def check_prefill_poison(machine, seed, dims):
-    """A NaN token spoils its own sequence from there on, and nothing before or beside it."""
-    gen = generator(seed)
-    lengths, at = (40, 23), 17
-    raw = projections(gen, dims, sum(lengths), dtype=F32)
-    state = random_state(gen, dims, 4, dtype=F32)
-    slot = torch.tensor([2, 0], dtype=torch.int32)
-    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    results = []
-    for poison in (False, True):
-        if poison:
-            raw["v"] = raw["v"].clone()
-            raw["v"][at] = float("nan")
-        ours = machine.put(state)
-        inputs = [machine.put(x) for x in raw.values()]
-        out = machine.call("prefill", *inputs, ours, machine.put(slot), machine.put(cu_seqlens))
-        results.append((out.cpu(), ours.cpu()))
-    (clean, clean_state), (dirty, dirty_state) = results
-    assert same_bits(dirty[:at], clean[:at])
-    assert dirty[at].isnan().all()
-    assert same_bits(dirty[lengths[0] :], clean[lengths[0] :])
-    assert same_bits(dirty_state[0], clean_state[0])
-
-
 # ------------------------------------------------------------------ acceptance
 
 

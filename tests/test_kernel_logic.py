@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 
 import kernel_suite as suite
+import prefill_suite as prefills
 import pytest
 import torch
 from gdn_cases import DECAYS, Dims
@@ -20,6 +21,7 @@ from kernel_suite import BF16, F16, F32, TYPES, Machine, TreeCase
 
 from trtllm_treewy import cuda_library, cuda_ops
 
+HALF_TYPES = tuple(types for types in TYPES if types[0] != F32)
 DIMS = (Dims(1, 2, 64, 128), Dims(2, 2, 128, 64), Dims(1, 4, 64, 64))
 
 
@@ -272,17 +274,59 @@ def test_prefill_conv_equals_the_reference(host, width, dtype):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_prefill_equals_the_reference(host, types, decay):
     for dims, lengths in ((DIMS[0], (5, 0, 70, 1, 33)), (Dims(1, 2, 136, 40), (19,))):
-        suite.check_prefill(
-            host, 7, dims, lengths=lengths, dtype=types[0], state_dtype=types[1], decay=decay
-        )
+        prefills.check_prefill(
+            host, 7, dims, lengths=lengths, dtype=types[0], state_dtype=types[1], decay=decay,
+            kernel=prefills.GENERAL,
+        )  # fmt: skip
 
 
 def test_prefill_of_many_sequences_takes_the_wide_tile(host):
-    suite.check_prefill(host, 9, Dims(4, 16, 8, 64), lengths=tuple(range(1, 18)))
+    prefills.check_prefill(host, 9, Dims(4, 16, 8, 64), lengths=tuple(range(1, 18)))
 
 
-def test_prefill_does_not_spread_poison(host):
-    suite.check_prefill_poison(host, 10, DIMS[2])
+@pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_prefill_in_chunks_equals_the_reference(host, types, decay):
+    """Chunks of 64 tokens and of 32, tails, tiles of 64, 32 and 16 rows of V."""
+    for dims, lengths in (
+        (Dims(1, 2, 128, 64), (5, 0, 150, 1, 33)),
+        (Dims(1, 2, 128, 48), (31, 7, 0)),
+        (Dims(2, 2, 64, 32), (1, 63, 64, 65)),
+    ):
+        prefills.check_prefill(
+            host, 7, dims, lengths=lengths, dtype=types[0], state_dtype=types[1], decay=decay,
+            pad=8, kernel=prefills.CHUNKS,
+        )  # fmt: skip
+
+
+def test_prefill_in_chunks_of_many_sequences_takes_whole_heads(host):
+    prefills.check_prefill(
+        host, 9, Dims(1, 8, 64, 128), lengths=(*range(1, 16), 40), dtype=BF16, state_dtype=BF16,
+        pad=8, kernel=prefills.CHUNKS,
+    )  # fmt: skip
+
+
+def test_prefill_in_chunks_of_a_long_prompt(host):
+    for decay in DECAYS:
+        prefills.check_prefill(
+            host, 10, Dims(1, 1, 128, 16), lengths=(1000,), dtype=BF16, decay=decay, pad=8
+        )
+
+
+def test_prefill_takes_tensor_cores_where_it_can(host):
+    prefills.check_prefill_choice(host, Dims(1, 1, 128, 16))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_prefill_does_not_spread_poison(host, dtype):
+    prefills.check_prefill_poison(host, 10, DIMS[2], dtype=dtype)
+    if dtype == BF16:
+        prefills.check_prefill_poison(host, 11, DIMS[1], dtype=dtype, lengths=(100, 5))
+
+
+@pytest.mark.parametrize("cuts", [(1,), (63,), (64,), (65, 66), (50, 100)])
+def test_prefill_in_pieces_equals_the_whole(host, cuts):
+    prefills.check_prefill_cuts(host, 12, Dims(1, 2, 128, 32), length=150, cuts=cuts)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 17, 128])

@@ -13,6 +13,7 @@ import subprocess
 
 import kernel_suite as suite
 import plugin_host as drive
+import prefill_suite as prefills
 import pytest
 import torch
 from gdn_cases import DECAYS, Dims, generator, random_slots, same_bits
@@ -542,7 +543,7 @@ def test_convs_equal_the_reference(host, dtype, width):
 
 @pytest.mark.parametrize("types", TYPES, ids=types_id)
 def test_prefill_equals_the_reference(host, types):
-    suite.check_prefill(
+    prefills.check_prefill(
         host, 3, DIMS[1], lengths=(1, 40, 0, 7), dtype=types[0], state_dtype=types[1]
     )
 

@@ -248,6 +248,7 @@ __device__ __forceinline__ TileTerms<Types::kTerms, 1> solve_block(const ChunkSh
     }
     Tile<1> u = zero_tile<1>();
     apply<false>(u, split_tile<kTerms>(rhs[d]), shared.weights(chunk, d, d, 0), lane);
+    if (poisoned) overwrite(u, bad, 0.0f, lane);  // the weights may be NaN as well
     auto terms = split_tile<kTerms>(u);
     apply<false>(out[d], terms, shared.weights(chunk, d, d, 1), lane);
     if (poisoned) {

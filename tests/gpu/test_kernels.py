@@ -16,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import kernel_suite as suite
+import prefill_suite as prefills
 from gdn_cases import DECAYS, Dims, generator, randint, same_bits
 from kernel_suite import BF16, F16, F32, F64, TYPES, Machine, TreeCase
 
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.gpu
 
 # GVA 1, 2 and 4, and head dims that differ.
 DIMS = (Dims(2, 2, 128, 64), Dims(1, 2, 64, 128), Dims(1, 4, 128, 128), Dims(2, 2, 256, 64))
+HALF_TYPES = tuple(types for types in TYPES if types[0] != F32)
+CHUNK_DIMS = (DIMS[0], DIMS[1], Dims(1, 4, 128, 48), Dims(1, 1, 64, 256))
 ODD_DIMS = (Dims(2, 4, 8, 8), Dims(1, 3, 24, 40), Dims(1, 1, 200, 256))
 NODES = (1, 2, 5, 16, 17, 31, 32, 33, 40, 64, 100, 128)
 SHAPES = ("random", "chain", "star", "levels")
@@ -270,22 +273,58 @@ def test_prefill_conv_equals_the_reference(gpu, dtype, width, lengths):
 @pytest.mark.parametrize("lengths", [(1,), (5, 0, 70, 1, 33), (257, 16, 32)])
 def test_prefill_equals_the_reference(gpu, types, decay, lengths):
     dims = DIMS[len(lengths) % 4]
-    suite.check_prefill(
-        gpu, 7, dims, lengths=lengths, dtype=types[0], state_dtype=types[1], decay=decay
-    )
+    prefills.check_prefill(
+        gpu, 7, dims, lengths=lengths, dtype=types[0], state_dtype=types[1], decay=decay,
+        kernel=prefills.GENERAL,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dims", [*DIMS, *ODD_DIMS])
 def test_prefill_of_every_head_dim(gpu, dims):
-    suite.check_prefill(gpu, 8, dims, lengths=(70, 3, 40))
+    prefills.check_prefill(gpu, 8, dims, lengths=(70, 3, 40))
 
 
 def test_prefill_of_many_sequences_takes_the_wide_tile(gpu):
-    suite.check_prefill(gpu, 9, Dims(4, 16, 64, 64), lengths=tuple(range(1, 24)))
+    prefills.check_prefill(gpu, 9, Dims(4, 16, 64, 64), lengths=tuple(range(1, 24)))
 
 
-def test_prefill_does_not_spread_poison(gpu):
-    suite.check_prefill_poison(gpu, 10, DIMS[0])
+@pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("lengths", [(1,), (31, 7), (1, 63, 64, 65, 0), (257, 16, 32), (1000,)])
+@pytest.mark.parametrize("dims", CHUNK_DIMS)
+def test_prefill_in_chunks_equals_the_reference(gpu, types, decay, lengths, dims):
+    prefills.check_prefill(
+        gpu, 7, dims, lengths=lengths, dtype=types[0], state_dtype=types[1], decay=decay, pad=8,
+        kernel=prefills.CHUNKS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
+@pytest.mark.parametrize("batch", [1, 2, 4, 9])
+def test_prefill_in_chunks_of_a_whole_layer(gpu, types, batch):
+    """Tiles of 32, 64 and 128 rows of V, more blocks than multiprocessors."""
+    lengths = (130, 70, 64, 1, 200, 33, 96, 5, 128)[:batch]
+    prefills.check_prefill(
+        gpu, 9, Dims(16, 32, 128, 128), lengths=lengths, dtype=types[0], state_dtype=types[1],
+        pad=8, kernel=prefills.CHUNKS,
+    )  # fmt: skip
+
+
+def test_prefill_takes_tensor_cores_where_it_can(gpu):
+    prefills.check_prefill_choice(gpu, DIMS[0])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("dims", CHUNK_DIMS)
+@pytest.mark.parametrize("lengths", [(40, 23), (100, 5)])
+def test_prefill_does_not_spread_poison(gpu, dtype, dims, lengths):
+    prefills.check_prefill_poison(gpu, 10, dims, dtype=dtype, lengths=lengths)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (63,), (64,), (65, 66), (500, 950)])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_prefill_in_pieces_equals_the_whole(gpu, cuts, dtype):
+    prefills.check_prefill_cuts(gpu, 12, DIMS[2], length=1000, cuts=cuts, dtype=dtype)
 
 
 # ------------------------------------------------------------------ acceptance

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import kernel_suite as suite
 import plugin_host as drive
+import prefill_suite as prefills
 from engine_backends import HostBackend
 from engine_suite import run_all
 from gdn_cases import DECAYS, Dims, same_bits
@@ -92,7 +93,7 @@ def test_the_other_plugins_equal_the_reference(gpu, dtype):
             gpu, channels, dtype=dtype, channels=channels, width=width, lengths=lengths
         )
     for state_dtype in (F32, BF16):
-        suite.check_prefill(
+        prefills.check_prefill(
             gpu, 3, DIMS[0], lengths=(1, 140, 0, 7), dtype=dtype, state_dtype=state_dtype
         )
 
