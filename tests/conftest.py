@@ -2,6 +2,8 @@
 
 import os
 import random
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,30 @@ def repository() -> Path:
 def shipped_model() -> Path:
     """Directory of the trained model in the repository."""
     return ROOT / "examples" / "treewy-tiny"
+
+
+@pytest.fixture(scope="session")
+def ask_header(tmp_path_factory):
+    """Of a header of plugins/, evaluates C++ expressions of namespace treewy, all integers."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+
+    def asker(header):
+        folder = tmp_path_factory.mktemp("asked")
+
+        def evaluate(*expressions):
+            source, program = folder / "ask.cc", folder / "ask"
+            prints = "".join(f'std::printf("%d\\n", int({e}));\n' for e in expressions)
+            source.write_text(
+                f'#include <cstdio>\n#include "{header}"\nusing namespace treewy;\n'
+                f"int main() {{\n{prints}}}\n"
+            )
+            subprocess.run(
+                ["g++", "-std=c++17", "-I", ROOT / "plugins", source, "-o", program], check=True
+            )
+            output = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+            return [int(line) for line in output.split()]
+
+        return evaluate
+
+    return asker

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,28 +12,10 @@ ROWS_64, ROWS_128 = 1, 2
 H200_MULTIPROCESSORS, H200_SHARED = 132, 233472  # of a multiprocessor; a block costs 1 KiB more
 H200_BLOCK = H200_SHARED - 1024  # the most of a block
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory):
-    """Evaluates C++ expressions of namespace treewy, all integers."""
-    folder = tmp_path_factory.mktemp("tile")
-
-    def evaluate(*expressions):
-        source, program = folder / "ask.cc", folder / "ask"
-        prints = "".join(f'std::printf("%d\\n", int({e}));\n' for e in expressions)
-        source.write_text(
-            '#include <cstdio>\n#include "kernels/tree_verify_plan.h"\nusing namespace treewy;\n'
-            f"int main() {{\n{prints}}}\n"
-        )
-        subprocess.run(
-            ["g++", "-std=c++17", "-I", ROOT / "plugins", source, "-o", program], check=True
-        )
-        output = subprocess.run([program], check=True, capture_output=True, text=True).stdout
-        return [int(line) for line in output.split()]
-
-    return evaluate
+def ask(ask_header):
+    return ask_header("kernels/tree_verify_plan.h")
 
 
 def choice(batch, nodes, *, value_dim=128, state_bytes=2, terms=1, heads=32, whole=False):

@@ -3,27 +3,32 @@
 // The gated delta rule over packed sequences on tensor cores (the equations are in prefill.cu).
 //
 // A block takes up to 128 rows of V of one (sequence, value head) through the sequence, in chunks
-// of 64 tokens, or 32. Each of its first warps owns 16 rows of V with all of their state, in
+// of 32 or 64 tokens. Each of its first warps owns 16 rows of V with all of their state, in
 // registers as the sums of mma.sync come: these are, as operand A, what S [K; Q]^T multiplies; and
-// the same holds for R and U by W, T and C, so that nothing but keys, queries and weights comes
-// from shared memory and the rows' warps never wait for each other. Four helper warps load
+// the same holds for R and U by W, T and C, so that nothing but keys, queries, values and weights
+// comes from shared memory and the rows' warps never wait for each other. Helper warps load
 // (cp.async, three stages) and make the weights of the next chunk meanwhile (two stages): they need
 // no state.
 //
 //   W = -B, T_d = (I - W_dd)^-1 for each block d of 16 tokens, C: decayed products of q and k
 //   for d:  U_d = T_d R_d;  R_e += W_ed U_d and o_e += C_ed U_d for later blocks e (o_d as well)
 //
-// Exactness. q, k and v of 16 bits are operands as they come, norms and decays are factors of the
-// sums; S, R, U and the weights are cut into bfloat16 terms: one where all is bfloat16, else two,
-// which leave 2^-17 (prefill_plan.h). A chunk's change of S is summed apart from S, as tensor cores
-// cut sums off. What is not finite is kept from the tokens before it by solving without it.
+// Weights are made again for each tile of V and each value head of a key head. That is done beside
+// the rows and only where blocks are few are there tiles; it saves a workspace and a launch.
 //
-// Floor, K = V = 128, a chunk of 64: a rows' warp issues 232 mma with one term and 504 with two, of
-// which the helpers' 400 a block are a tenth. At 6 cycles an mma and quarter of a multiprocessor, 8
-// rows' warps take 3.4 and 6.6 thousand cycles a chunk: 8 x 512 tokens, 32 heads, are 16 chunks a
-// multiprocessor of an H200, 31 and 60 us at 1.75 GHz. Reads of shared memory (58 KiB a warp and
-// chunk) take 3.7 thousand cycles beside that, the bytes of q, k, v, o 25 us. Recomputing the
-// weights for each tile of V costs little as only few blocks have tiles; it saves a workspace.
+// Exactness. q, k and v of 16 bits are operands as they come, norms and decays are factors of the
+// sums. R, U and the weights are cut into two bfloat16 terms, which leave 2^-17; S into two as
+// well, or one where state and inputs are bfloat16. A chunk's change of S is summed apart from S,
+// as tensor cores cut sums off. With one term everywhere bfloat16 results have errors of 3.3e-3
+// where rounding them makes 1.7e-3, with these 1.8e-3; a float32 state has 5e-6. What is not finite
+// is kept from the tokens before it by solving without it.
+//
+// Floor, K = V = 128, a chunk of 32: a rows' warp issues 164 mma among 930 instructions, with two
+// terms of S 228 among 1,210; a helper about 800. On a quarter of a multiprocessor there are two of
+// the rows' warps and a helper: 2.7 and 3.2 thousand issue slots a chunk; tensor cores need 2.2
+// and 3.0 thousand cycles at 6 an mma. 8 x 512 tokens with 32 heads are 32 chunks a multiprocessor
+// of an H200: 50 and 60 us at 1.75 GHz if a slot were never empty; q, k, v and o take 25 us of
+// memory. One prompt is a chain: about 3 thousand cycles a chunk of 64.
 #pragma once
 
 #include "prefill_weights.cuh"
