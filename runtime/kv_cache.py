@@ -17,15 +17,19 @@ non-finite value gets NaN, so that a fault stays visible.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from trtllm_treewy import triton_ops
-from trtllm_treewy.batch import PrefillBatch, TreeBatch, upload
+from trtllm_treewy.batch import PrefillBatch, TreeBatch, upload, upload_all
 from trtllm_treewy.model import AttentionStep
 from trtllm_treewy.topology import valid_nodes
+
+if TYPE_CHECKING:
+    from trtllm_treewy.triton_ops.prefill_attention import Tiles
 
 
 class KvCache:
@@ -316,7 +320,7 @@ class KvCache:
         allowed = mask & (read < self._sink)[:, None]
         return TreeAttention(self, self._physical(slot, write_offsets), read, allowed)
 
-    def prefill(self, batch: PrefillBatch) -> PrefillAttention:
+    def prefill(self, batch: PrefillBatch) -> AttentionStep:
         """Causal attention of prompt tokens, appended behind `context_lens` of each sequence.
 
         Raises:
@@ -328,6 +332,8 @@ class KvCache:
         ):
             if slot != -1:
                 self._check_row(slot, context + length - 1)
+        if triton_ops.serves(self.k):
+            return PagedPrefill(self, slots, batch)
         return PrefillAttention(self, slots, batch)
 
     def compact(self, slot: Tensor, path: Tensor, base: Tensor) -> None:
@@ -362,6 +368,14 @@ class KvCache:
         table = self.block_table[slot.long().clamp(0, self.num_slots - 1)]
         ids = table.gather(1, torch.where(exists, block, 0))
         return torch.where(exists, ids, self.num_blocks) * self.block_size + rows % self.block_size
+
+    def host_rows(self, slot: int, start: int, count: int) -> Tensor:
+        """Physical rows `start .. start + count - 1` of `slot`, int64 on the host; sink for -1."""
+        rows = torch.arange(start, start + count)
+        if slot < 0:
+            return self._sink + rows % self.block_size
+        ids = self._table[slot, rows // self.block_size]
+        return ids * self.block_size + rows % self.block_size
 
     def _check_slot(self, slot: int) -> int:
         if not 0 <= slot < self.num_slots:
@@ -472,6 +486,52 @@ class PagedAttention:
             num_blocks=cache.num_blocks,
             max_rows=cache.max_seq_len,
         )
+
+
+class PagedPrefill:
+    """Attention step of `KvCache.prefill` that reads the pages in place, for all sequences at once.
+
+    What a layer needs beside its rows is made on the host once and sent without waiting.
+    """
+
+    def __init__(self, cache: KvCache, slots: Sequence[int], batch: PrefillBatch) -> None:
+        self._cache, self._table = cache, cache.block_table
+        self._slots = slots
+        self._lengths, self._contexts = batch.seq_lens_host, batch.context_lens_host
+        self._plan: tuple[int, Tiles, Tensor, Tensor] | None = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """As `PrefillAttention.attend`; products of 16-bit rows are 16-bit ones, summed wide."""
+        from trtllm_treewy.triton_ops import attention, prefill_attention
+
+        cache = self._cache
+        groups = q.shape[1] // cache.num_kv_heads
+        if self._plan is None or self._plan[0] != groups:
+            self._plan = self._make_plan(groups)
+        _, tiles, listed, target = self._plan
+        keys, values = cache.k[layer], cache.v[layer]
+        attention.append_rows(k[None], v[None], keys, values, target)
+        return prefill_attention.prefill_attention(
+            q, keys, values, self._table, listed, scale, page=cache.block_size, tiles=tiles
+        )
+
+    def _make_plan(self, groups: int) -> tuple[int, Tiles, Tensor, Tensor]:
+        """Tiles for so many query heads a key head, their list, and where new rows go."""
+        from trtllm_treewy.triton_ops import prefill_attention, processors
+
+        cache = self._cache
+        device = cache.k.device
+        tiles = prefill_attention.choose_tiles(
+            self._lengths, cache.num_kv_heads, groups, cache.head_dim, *processors(device),
+            cache.k.element_size(),
+        )  # fmt: skip
+        listed = prefill_attention.list_tiles(
+            self._lengths, self._contexts, self._slots, tiles.tokens(groups)
+        )
+        spans = zip(self._slots, self._contexts, self._lengths, strict=True)
+        target = torch.cat([cache.host_rows(*span) for span in spans])
+        listed, target = upload_all([listed, target], device)
+        return groups, tiles, listed, target
 
 
 class PrefillAttention:

@@ -14,10 +14,11 @@ import pytest
 import torch
 from engine_world import tiny_config
 from paged_attention_cases import make_case, unwritten_is_nan
+from paged_prompt_cases import make_prompts
 
 from trtllm_treewy.runtime.kv_cache import KvCache
 from trtllm_treewy.topology import ancestor_mask
-from trtllm_treewy.triton_ops import attention
+from trtllm_treewy.triton_ops import attention, prefill_attention
 
 PAGE, SLOTS = 4, 5
 NAN = float("nan")
@@ -168,6 +169,96 @@ def test_tiles_fill_the_gpu_and_stay_within_its_memory():
             assert programs >= 132 or tiles.splits == attention.MAX_SPLITS
             assert tiles.splits == 1 or programs < 4 * 132
     assert attention.choose_tiles(1, 2, 8, 128, 200, 132, 99 * 1024, 2).splits == 1
+
+
+# ------------------------------------------------------------------ prompts
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("kv_heads", "groups", "dim", "page"), [(2, 4, 16, 4), (1, 3, 24, 8), (2, 8, 32, 32)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_prompts_are_those_of_plain_torch(monkeypatch, kv_heads, groups, dim, page, dtype, seed):
+    """CASES 1, 14: chunks of random lengths behind random contexts, and one that is skipped."""
+    torch.manual_seed(seed)
+    tiles = prefill_attention.Tiles(*((32, 16), (16, 32), (64, 16))[seed], 4, 2)
+    monkeypatch.setattr(prefill_attention, "choose_tiles", lambda *given: tiles)
+    lengths = torch.randint(1, 40, (5,)).tolist()
+    contexts = torch.randint(0, 50, (5,)).tolist()
+    contexts[0] = 0
+    case = make_prompts(lengths, contexts, kv_heads, groups, dim, dtype, "cpu", page, skipped=3)
+    got = case.run(0.3)
+    error = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(got.double(), case.expected(0.3), rtol=error, atol=error)
+    assert not got[sum(lengths[:3]) : sum(lengths[:4])].any()
+    sink = case.cache.k[:, :, case.cache._sink :]
+    assert sink.isfinite().any(), "rows of the skipped sequence go to the sink"
+
+
+@pytest.mark.parametrize("context", [0, 3, 37])
+@pytest.mark.parametrize("poison", [NAN, float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_a_row_of_a_prompt_that_is_not_finite_spoils_who_attends_it(context, poison, where):
+    """CASE 9: in the diagonal and before it, for all heads of its key head and for no other."""
+    case = make_prompts([45, 20], [context, 0], 2, 2, 16, torch.float32, "cpu", 4)
+    new = getattr(case, where)
+    new[7, 1, 4] = poison
+    got = case.run(0.25)
+    expected = case.expected(0.25)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert got[7:45, 2:].isnan().all()
+    assert got[:, :2].isfinite().all()
+    assert got[:7].isfinite().all()
+    assert got[45:].isfinite().all()
+
+
+def test_a_row_of_a_context_that_is_not_finite_spoils_the_prompt_behind_it():
+    case = make_prompts([9, 9], [70, 70], 1, 2, 16, torch.float32, "cpu", 4)
+    case.cache.v[0, 0, case.rows(1)[5], 3] = float("inf")
+    got = case.run(0.25)
+    assert got[:9].isfinite().all()
+    assert got[9:].isnan().all()
+
+
+def test_prompts_by_the_plan_of_a_gpu(monkeypatch):
+    """The tiles of an H200, at D = 256 and beyond one tile of rows and of tokens."""
+    monkeypatch.setattr("trtllm_treewy.triton_ops.processors", lambda device: GPUS["H200"])
+    case = make_prompts([70, 5, 1], [150, 0, 64], 1, 8, 256, torch.float16, "cpu")
+    got = case.run(1 / 16)
+    torch.testing.assert_close(got.double(), case.expected(1 / 16), rtol=1e-2, atol=1e-2)
+
+
+def test_tiles_of_prompts_fill_the_gpu_and_stay_within_its_memory():
+    choose = prefill_attention.choose_tiles
+    wide = choose([512] * 16, 2, 8, 256, *GPUS["H200"], 2)
+    assert wide == prefill_attention.Tiles(128, 64, 8, 2)
+    assert choose([512], 2, 8, 256, *GPUS["H200"], 2).block_m == 64
+    assert choose([2] * 300, 2, 8, 256, *GPUS["H200"], 2).block_m == 16
+    for gpu in GPUS.values():
+        for lengths in ([1], [3] * 64, [512] * 16, [8192]):
+            for dim, bytes_each in ((64, 2), (128, 2), (256, 2), (256, 4)):
+                for groups in (1, 3, 8, 16):
+                    tiles = choose(lengths, 2, groups, dim, *gpu, bytes_each)
+                    rows = tiles.block_m + 2 * tiles.stages * tiles.block_s
+                    assert rows * dim * bytes_each < gpu[1]
+                    assert tiles.block_m >= groups
+
+
+def test_the_list_of_tiles_has_every_token_once_and_the_longest_walks_first():
+    lengths, contexts, slots = [5, 0, 9, 4], [100, 7, 0, 50], [2, 3, 0, -1]
+    listed = prefill_attention.list_tiles(lengths, contexts, slots, 4).tolist()
+    tokens = sorted(first + i for first, count, _, _ in listed for i in range(count))
+    assert tokens == list(range(18))
+    walks = [position + count if slot >= 0 else 0 for _, count, position, slot in listed]
+    assert walks == sorted(walks, reverse=True)
+    assert [4, 1, 104, 2] in listed
+
+
+def test_prompts_refuse_a_scale_that_is_not_above_zero():
+    case = make_prompts([3], [0], 1, 1, 16, torch.float32, "cpu", 4)
+    with pytest.raises(ValueError, match="scale must be above zero, got 0"):
+        case.run(0)
 
 
 # ------------------------------------------------------------------ the rest of the model

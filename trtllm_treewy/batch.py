@@ -11,6 +11,9 @@ from torch import Tensor
 
 from . import topology
 
+# Bytes at which the parts of one upload start: what kernels load at once.
+ALIGNMENT = 16
+
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
     """A host tensor on `device`, by a copy that waits for nothing."""
@@ -18,6 +21,27 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
         return x.to(device)
     # The allocator of pinned memory keeps it until the copy is done.
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def upload_all(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Host tensors on `device` by one copy that waits for nothing, each contiguous and aligned."""
+    if device.type != "cuda":
+        return [part.to(device) for part in parts]
+    places, size = [], 0
+    for part in parts:
+        places.append(size)
+        size += -(-part.numel() * part.element_size() // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def views(buffer: Tensor) -> list[Tensor]:
+        return [
+            buffer[at : at + part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+            for at, part in zip(places, parts, strict=True)
+        ]
+
+    for place, part in zip(views(host), parts, strict=True):
+        place.copy_(part)
+    return views(host.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -52,15 +76,27 @@ class PrefillBatch:
     ) -> PrefillBatch:
         """The batch of sequences given as Python ints, their tokens one after the other."""
         starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(
-            token_ids=upload(torch.tensor(token_ids, dtype=torch.int64), device),
-            cu_seqlens=upload(starts, device),
-            slot=upload(torch.tensor(slots, dtype=torch.int32), device),
-            context_lens=upload(torch.tensor(contexts, dtype=torch.int32), device),
+        tokens, positions, starts, slot, context = upload_all(
+            [
+                torch.tensor(token_ids, dtype=torch.int64),
+                _positions(contexts, lengths),
+                starts,
+                torch.tensor(slots, dtype=torch.int32),
+                torch.tensor(contexts, dtype=torch.int32),
+            ],
+            device,
+        )
+        batch = cls(
+            token_ids=tokens,
+            cu_seqlens=starts,
+            slot=slot,
+            context_lens=context,
             seq_lens_host=tuple(lengths),
             context_lens_host=tuple(contexts),
             slots_host=tuple(slots),
         )
+        vars(batch)["positions"] = positions  # they came in the same copy
+        return batch
 
     @property
     def slots(self) -> list[int]:
@@ -70,11 +106,13 @@ class PrefillBatch:
     @cached_property
     def positions(self) -> Tensor:
         """Rotary position of each token, int64 [T]."""
-        spans = [
-            torch.arange(context, context + length)
-            for context, length in zip(self.context_lens_host, self.seq_lens_host, strict=True)
-        ]
-        return upload(torch.cat(spans), self.token_ids.device)
+        return upload(_positions(self.context_lens_host, self.seq_lens_host), self.token_ids.device)
+
+
+def _positions(contexts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """`context .. context + length - 1` of each sequence in turn, int64 [T]."""
+    spans = [torch.arange(c, c + n) for c, n in zip(contexts, lengths, strict=True)]
+    return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from paged_attention_cases import make_case, unwritten_is_nan
+from paged_prompt_cases import make_prompts
 
 from trtllm_treewy import triton_ops
 from trtllm_treewy.model.mlp import Experts
@@ -40,6 +41,48 @@ def test_tree_attention(batch, nodes, short, kv_heads, groups, dim, dtype):
     want = case.expected(dim**-0.5)[case.real]
     got = case.run(dim**-0.5)[case.real]
     torch.testing.assert_close(got.double(), want, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "contexts"),
+    [
+        ([1], [0]),
+        ([2, 3, 1], [900, 0, 64]),
+        ([512] * 6, [0] * 6),
+        ([700, 1, 64, 333], [0, 4000, 63, 1000]),
+        ([2500], [31]),
+    ],
+)
+@pytest.mark.parametrize(("kv_heads", "groups", "dim"), [(2, 8, 256), (4, 3, 128), (1, 1, 64)])
+def test_prompts(lengths, contexts, kv_heads, groups, dim, dtype):
+    skipped = 1 if len(lengths) > 2 else None
+    case = make_prompts(lengths, contexts, kv_heads, groups, dim, dtype, "cuda", skipped=skipped)
+    got = case.run(dim**-0.5)
+    torch.testing.assert_close(got.double(), case.expected(dim**-0.5), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_a_row_of_a_prompt_that_is_not_finite_spoils_who_attends_it(where, poison):
+    case = make_prompts([600, 300], [70, 0], 2, 8, 256, torch.bfloat16, "cuda")
+    getattr(case, where)[210, 1, 77] = poison
+    got = case.run(1 / 16)
+    torch.testing.assert_close(
+        got.double(), case.expected(1 / 16), equal_nan=True, **CLOSE[torch.bfloat16]
+    )
+    assert got[210:600, 8:].isnan().all()
+
+
+def test_a_prompt_step_does_not_wait_for_the_device():
+    case = make_prompts([600, 300], [70, 0], 2, 8, 256, torch.bfloat16, "cuda")
+    want = case.run(1 / 16)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = case.run(1 / 16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want)
 
 
 def test_a_context_beyond_32_bit_offsets():
