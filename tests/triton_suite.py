@@ -299,9 +299,30 @@ def test_experts_are_those_of_torch(tokens, experts, top):
     torch.testing.assert_close(weights, want_weights)
     want = block.double()(x.double(), weights.double(), ids.long()).float()
     block.float()
-    tiles = moe.Tiles(16, 16, 16, 4, 2)
-    got = moe.run_experts(x, weights, ids, block.gate_up_proj, block.down_proj, tiles).sum(1)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    for wide_down in (False, True):
+        tiles = moe.Tiles(16, 16, 16, 4, 2, wide_down)
+        got = moe.run_experts(x, weights, ids, block.gate_up_proj, block.down_proj, tiles).sum(1)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_tiles_of_experts_grow_with_their_rows_and_stay_within_memory():
+    from trtllm_treewy.triton_ops import moe
+
+    # 8,192 prompt tokens, and 64 decoded ones, of Qwen3.5-35B-A3B on an H200.
+    prompts = moe.choose_tiles(8192 * 8, 256, False, GPUS["H200"][1])
+    assert prompts == moe.Tiles(128, 128, 64, 8, 4, wide_down=True)
+    assert moe.choose_tiles(64 * 8, 256, False, GPUS["H200"][1]).block_m == 16
+    for _, shared in GPUS.values():
+        heights = []
+        for rows in (8, 2048, 8192, 16384, 65536, 1 << 20):
+            tiles = moe.choose_tiles(rows, 256, False, shared)
+            step = (tiles.block_m + 2 * tiles.block_n) * tiles.block_k * 2
+            assert tiles.stages * step <= shared
+            assert not tiles.wide_down or tiles.block_m == 128
+            heights.append(tiles.block_m)
+        assert heights == sorted(heights)
+        wide = moe.choose_tiles(1 << 20, 256, True, shared)
+        assert wide.stages * (wide.block_m + 2 * wide.block_n) * wide.block_k * 4 <= shared
 
 
 @pytest.mark.parametrize("tally_from", [0, 1000])

@@ -107,7 +107,7 @@ def test_a_context_beyond_32_bit_offsets():
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 4, 60, 700])
+@pytest.mark.parametrize("tokens", [1, 4, 60, 700, 2300])
 def test_experts(tokens, dtype):
     num_experts, hidden, inner, top = 64, 512, 192, 8
     block = Experts(num_experts, hidden, inner).to("cuda", dtype).requires_grad_(False)
