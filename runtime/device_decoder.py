@@ -235,10 +235,9 @@ class DeviceDecoder:
         if self._cache is None or not requests:
             return
         tokens, hidden = [], []
+        self._cache.settle(*[_slot(r) for r in requests])
         for request in requests:
-            slot = _slot(request)
-            self._cache.settle(slot)
-            (token,), state = self._cache.take(slot)
+            (token,), state = self._cache.take(_slot(request))
             tokens.append(token)
             hidden.append(state[0])
         buffers = self._graphs.buffers

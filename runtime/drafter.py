@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trtllm_treewy.batch import PrefillBatch
+from trtllm_treewy.batch import PrefillBatch, upload, upload_all
 from trtllm_treewy.draft_tree import DraftTree, DynamicTreeBuilder, TreeTopology
 
 from .executor import Executor
@@ -46,8 +46,8 @@ class Drafter(Protocol):
         """A new sequence starts in `slot`, with so many verified pairs in the cache already."""
         ...
 
-    def settle(self, slot: int) -> None:
-        """Enters every verified pair but the newest into the cache."""
+    def settle(self, *slots: int) -> None:
+        """Enters every verified pair of these sequences but the newest of each into the cache."""
         ...
 
     def forget(self, slot: int) -> None:
@@ -67,7 +67,7 @@ class NullDrafter:
     def resume(self, slot: int, num_entries: int) -> None:
         """Nothing to keep in mind."""
 
-    def settle(self, slot: int) -> None:
+    def settle(self, *slots: int) -> None:
         """Nothing to enter."""
 
     def forget(self, slot: int) -> None:
@@ -81,7 +81,7 @@ class MtpCache:
     here until the next proposal, when all sequences' pairs are entered in one pass.
     """
 
-    # Prompt pairs are entered as they come, so that hidden states of long prompts are not held.
+    # Pairs that may wait when more come: hidden states of long texts are not held.
     MAX_PENDING = 256
 
     def __init__(self, executor: Executor) -> None:
@@ -90,26 +90,35 @@ class MtpCache:
         self._pending: dict[int, _Pairs] = {}
 
     def add(self, slot: int, token_ids: Sequence[int], hidden: Tensor) -> None:
-        """Takes verified pairs; enters all but the newest at once where there are many."""
-        new = _Pairs(list(token_ids), hidden)
+        """Takes verified pairs; enters those before them first where there are many."""
         pairs = self._pending.get(slot)
-        pairs = new if pairs is None else pairs.joined(new)
-        self._pending[slot] = pairs
-        if len(pairs.token_ids) > self.MAX_PENDING:
+        if pairs is not None and len(pairs.token_ids) > self.MAX_PENDING:
             self.settle(slot)
+            pairs = self._pending[slot]
+        new = _Pairs(list(token_ids), hidden)
+        self._pending[slot] = new if pairs is None else pairs.joined(new)
 
     def resume(self, slot: int, length: int) -> None:
         """The sequence in `slot` has `length` entries already."""
         self.drop(slot)
         self._length[slot] = length
 
-    def settle(self, slot: int) -> None:
-        """Enters all pairs but the newest: its entry is what the next drafts start from."""
-        pairs = self._pending.get(slot)
-        if pairs is not None and len(pairs.token_ids) > 1:
+    def settle(self, *slots: int) -> None:
+        """Enters all pairs but the newest: its entry is what the next drafts start from.
+
+        One pass for all of `slots`, each named once.
+        """
+        held = {slot: pairs for slot in slots if (pairs := self._pending.get(slot)) is not None}
+        full = {slot: pairs for slot, pairs in held.items() if len(pairs.token_ids) > 1}
+        if not full:
+            return
+        # Apart from the others, whose memory would be held with them.
+        newest = torch.cat([pairs.hidden[-1:] for pairs in full.values()])
+        for slot, pairs in full.items():
             self._pending[slot] = pairs.part(0, -1)
-            self.extend([slot])
-            self._pending[slot] = pairs.part(-1, None)
+        self.extend([*full])
+        for row, (slot, pairs) in enumerate(full.items()):
+            self._pending[slot] = _Pairs(pairs.token_ids[-1:], newest[row : row + 1])
 
     def take(self, slot: int) -> tuple[list[int], Tensor]:
         """Takes the pending pairs of a sequence out: tokens, and hidden states [n, hidden]."""
@@ -168,8 +177,13 @@ class DraftPass:
     def __init__(self, executor: Executor, roots: Sequence[DraftRoot]) -> None:
         device = executor.device
         self._executor = executor
-        self._slot = torch.tensor([r.slot for r in roots], dtype=torch.int32, device=device)
-        self._context = torch.tensor([r.context_len for r in roots], device=device)
+        self._slot, self._context = upload_all(
+            [
+                torch.tensor([r.slot for r in roots], dtype=torch.int32),
+                torch.tensor([r.context_len for r in roots]),
+            ],
+            device,
+        )
         self._max_context = max(r.context_len for r in roots)
         self._sees: Tensor = torch.zeros(len(roots), 0, 0, dtype=torch.bool, device=device)
 
@@ -258,8 +272,8 @@ class _MtpDrafter:
     def resume(self, slot: int, num_entries: int) -> None:
         self._cache.resume(slot, num_entries)
 
-    def settle(self, slot: int) -> None:
-        self._cache.settle(slot)
+    def settle(self, *slots: int) -> None:
+        self._cache.settle(*slots)
 
     def forget(self, slot: int) -> None:
         self._cache.drop(slot)
@@ -278,7 +292,7 @@ class MtpStaticDrafter(_MtpDrafter):
         device = self._executor.device
         logits, hidden = self._cache.extend([root.slot for root in roots])
         token_ids = torch.zeros(len(roots), topology.num_nodes, dtype=torch.int64, device=device)
-        token_ids[:, 0] = torch.tensor([root.token_id for root in roots], device=device)
+        token_ids[:, 0] = upload(torch.tensor([root.token_id for root in roots]), device)
         log_probs = torch.zeros(len(roots), topology.num_nodes, device=device)
         drafting = DraftPass(self._executor, roots)
         # Nodes with children, their entry numbers in the draft, and their MTP outputs.
@@ -294,7 +308,7 @@ class MtpStaticDrafter(_MtpDrafter):
             level = drafting.expand(
                 token_ids[:, nodes],
                 hidden[:, source],
-                torch.tensor(entries, device=device).expand(len(roots), -1),
+                upload(torch.tensor(entries), device).expand(len(roots), -1),
                 depth,
             )
             logits, hidden, parents = level.logits, level.hidden, nodes
@@ -374,8 +388,6 @@ class MtpDynamicDrafter(_MtpDrafter):
                 tokens[row, column] = builder.frontier_tokens[column]
                 source[row, column] = above[row].index(builder.draft_parents[draft_row])
                 valid[row, column] = True
-        source = source.to(device)
+        tokens, source, valid = upload_all([tokens, source, valid], device)
         hidden = level.hidden.gather(1, source[..., None].expand(-1, -1, level.hidden.shape[-1]))
-        return drafting.expand(
-            tokens.to(device), hidden, level.entry.to(device)[source], depth, valid.to(device)
-        )
+        return drafting.expand(tokens, hidden, level.entry.to(device)[source], depth, valid)

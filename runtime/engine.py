@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from trtllm_treewy.batch import PrefillBatch, TreeBatch
+from trtllm_treewy.batch import PrefillBatch, TreeBatch, upload
 from trtllm_treewy.draft_tree import DraftTree, fit_to_budget, to_tree_batch
 
 from .buckets import Buckets
@@ -277,26 +278,35 @@ class Engine:
             self._executor.device,
         )
         output = self._executor.prefill(batch)
-        for row, fine in enumerate(output.logits.amax(-1).isfinite().tolist()):
-            chunks[row].request.num_computed += chunks[row].length
-            if not fine:
-                self._fail(chunks[row].request, NOT_FINITE)
+        for chunk in chunks:
+            chunk.request.num_computed += chunk.length
         self.stats.prefilled_tokens += sum(chunk.length for chunk in chunks)
-        self._choose_first(chunks, spans, output)
+        self._choose_first(chunks, spans, output.logits)
+        going: list[tuple[Request, Tensor]] = []
         hidden = output.hidden.split([chunk.length for chunk in chunks])
         for chunk, states in zip(chunks, hidden, strict=True):
-            request, end = chunk.request, chunk.start + chunk.length
-            if request.error is not None:
-                continue
-            if request.speculation:
-                following = request.token_ids[chunk.start + 1 : end + 1]
-                self._drafter.observe(_slot(request), following, states)
-            self._save(request, states[-1])
+            if chunk.request.error is None:
+                self._observe_prompt(chunk, states)
+                going.append((chunk.request, states[-1]))
+        # All prompts enter the drafter's cache in one pass, at which the device is while the next
+        # step is planned.
+        self._drafter.settle(*[_slot(r) for r, _ in going if r.speculation and not r.finished])
+        for request, last in going:
+            self._save(request, last)
+
+    def _observe_prompt(self, chunk: PrefillChunk, states: Tensor) -> None:
+        request, stop = chunk.request, chunk.start + chunk.length + 1
+        if request.speculation:
+            following = request.token_ids[chunk.start + 1 : stop]
+            self._drafter.observe(_slot(request), following, states)
 
     def _choose_first(
-        self, chunks: Sequence[PrefillChunk], spans: Sequence[Sequence[int]], output: StepOutput
+        self, chunks: Sequence[PrefillChunk], spans: Sequence[Sequence[int]], logits: Tensor
     ) -> None:
-        """The first token of every request whose prompt is computed now."""
+        """The first token of every request whose prompt is computed now; faults of all.
+
+        What it brings comes to the host together, when the device has done the step.
+        """
         rows = [
             row
             for row, chunk in enumerate(chunks)
@@ -304,8 +314,35 @@ class Engine:
             and not chunk.request.output_token_ids
             and chunk.request.num_computed == chunk.request.num_to_prefill
         ]
-        if not rows:
+        # Before the sampler writes over them.
+        told = [(~logits.amax(-1).isfinite()).long()]
+        decision = self._decide_first(chunks, spans, logits, rows) if rows else None
+        if decision is not None:
+            told += [decision.faulty[:, 0].long(), decision.acceptance.bonus_ids.long()]
+        numbers = torch.cat(told).tolist()
+        for chunk, fault in zip(chunks, numbers, strict=False):
+            if fault:
+                self._fail(chunk.request, NOT_FINITE)
+        if decision is None:
             return
+        faulty, bonus = (numbers[len(chunks) :][i : i + len(rows)] for i in (0, len(rows)))
+        for row, at in enumerate(rows):
+            request = chunks[at].request
+            if request.error is not None:
+                continue
+            if faulty[row]:
+                self._fail(request, decision.reason(row))
+            else:
+                self._append(request, [bonus[row]])
+
+    def _decide_first(
+        self,
+        chunks: Sequence[PrefillChunk],
+        spans: Sequence[Sequence[int]],
+        logits: Tensor,
+        rows: Sequence[int],
+    ) -> Decision:
+        """The sampler's decision on the rows whose prompt ends."""
         requests = [chunks[row].request for row in rows]
         trees = [DraftTree.root_only(spans[row][-1]) for row in rows]
         batch = to_tree_batch(
@@ -314,13 +351,9 @@ class Engine:
             [r.num_computed - 1 for r in requests],
             self._executor.device,
         )
-        decision = self._sampler.decide(output.logits[rows][:, None], batch, trees, requests, 1)
-        faulty = decision.faulty[:, 0].tolist()
-        for row, token in enumerate(decision.acceptance.bonus_ids.tolist()):
-            if faulty[row]:
-                self._fail(requests[row], decision.reason(row))
-            else:
-                self._append(requests[row], [token])
+        if len(rows) < len(chunks):
+            logits = logits.index_select(0, upload(torch.tensor(rows), logits.device))
+        return self._sampler.decide(logits[:, None], batch, trees, requests, 1)
 
     # ------------------------------------------------------------------------- on the device
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trtllm_treewy.batch import PrefillBatch, TreeBatch
+from trtllm_treewy.batch import PrefillBatch, TreeBatch, upload
 from trtllm_treewy.config import ModelConfig
 
 from .commit_policy import (
@@ -258,7 +258,7 @@ class StateManager:
     def materialize(self, slot: int) -> None:
         """Brings `state[:, slot]` up to date (deferred commit: fold the history in)."""
         self.check_allocated([slot])
-        self.policy.materialize(torch.tensor([slot], dtype=torch.int32, device=self.shape.device))
+        self.policy.materialize(upload(torch.tensor([slot], dtype=torch.int32), self.shape.device))
 
     def _check_range(self, slot: int) -> None:
         if not 0 <= slot < self.shape.slots:

@@ -193,6 +193,35 @@ def test_more_verified_tokens_than_wait_at_once(pieces, tmp_path):
     assert tree.log_probs[1:3] == pytest.approx(expected.values.tolist(), abs=2e-4)
 
 
+def test_sequences_settle_in_one_pass(executor, sequences, monkeypatch):
+    """What prompts bring enters the module together, and none of their memory is held."""
+    calls = []
+    extend = executor.draft_extend
+    monkeypatch.setattr(
+        executor, "draft_extend", lambda batch, hidden: calls.append(batch) or extend(batch, hidden)
+    )
+    topology = TreeTopology.from_widths([3, 2])
+    trees = []
+    for settled in (False, True):
+        drafter = MtpStaticDrafter(executor, topology)
+        for slot, tokens, hidden in sequences:
+            drafter.observe(slot, tokens, hidden)
+        if settled:
+            calls.clear()
+            drafter.settle(*[slot for slot, _, _ in sequences])
+            (batch,) = calls
+            assert batch.seq_lens_host == (8, 16), "all but the newest, and none of a lone pair"
+            assert batch.slots_host == (2, 3)
+            held = drafter.cache._pending[3].hidden
+            assert held.untyped_storage().nbytes() == 2 * 32 * 4
+            drafter.settle(2, 0, 3)
+            assert len(calls) == 1, "nothing is left to enter"
+        trees.append(drafter.propose(roots_of(sequences)))
+    for one, two in zip(*trees, strict=True):
+        assert one.token_ids == two.token_ids
+        assert one.log_probs == pytest.approx(two.log_probs, abs=2e-4)
+
+
 def test_nothing_observed(executor, sequences):
     drafter = MtpStaticDrafter(executor, TreeTopology.chain(2))
     with pytest.raises(ValueError, match="slot 2 has no verified token"):

@@ -113,6 +113,9 @@ class OracleDrafter:
     def observe(self, slot, token_ids, hidden):
         assert hidden.shape[0] == len(token_ids)
 
+    def settle(self, *slots):
+        pass
+
     def forget(self, slot):
         pass
 

@@ -15,7 +15,7 @@ from math import isfinite, isnan
 
 import torch
 
-from .batch import TreeBatch
+from .batch import TreeBatch, upload_all
 
 
 def _check_parents(parent_ids: Sequence[int], name: str) -> None:
@@ -394,15 +394,17 @@ def to_tree_batch(
     num_nodes = [tree.num_nodes for tree in trees] + [0] * pad_rows
 
     def int32(values: Sequence[object]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(device)
+        return torch.tensor(values, dtype=torch.int32)
 
+    parts = [
+        torch.tensor(tokens + [blank_tokens] * pad_rows),
+        int32(parents + [blank_parents] * pad_rows),
+        int32(num_nodes),
+        int32([*slots, *[-1] * pad_rows]),
+        int32([*context_lens, *[0] * pad_rows]),
+    ]
     return TreeBatch(
-        token_ids=torch.tensor(tokens + [blank_tokens] * pad_rows).to(device),
-        parents=int32(parents + [blank_parents] * pad_rows),
-        num_nodes=int32(num_nodes),
-        slot=int32([*slots, *[-1] * pad_rows]),
-        context_lens=int32([*context_lens, *[0] * pad_rows]),
-        max_context=max(context_lens, default=0),
+        *upload_all(parts, torch.device(device)), max_context=max(context_lens, default=0)
     )
 
 

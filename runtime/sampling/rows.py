@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trtllm_treewy.batch import upload_all
+
 from .counter_rng import Purpose, random_word, seed_words
 from .sequence import AcceptanceRule, SequenceSampling
 
@@ -95,8 +97,13 @@ class SamplingRows:
         padding = rows - len(sequences)
         integers = [_integers(s, len(output)) for s, output in zip(sequences, outputs, strict=True)]
         numbers = [_numbers(s) for s in sequences]
-        i = torch.tensor(integers + [_GREEDY_INTEGERS] * padding).to(device)
-        f = torch.tensor(numbers + [_NEUTRAL_NUMBERS] * padding).to(device)
+        i, f = upload_all(
+            [
+                torch.tensor(integers + [_GREEDY_INTEGERS] * padding),
+                torch.tensor(numbers + [_NEUTRAL_NUMBERS] * padding),
+            ],
+            device,
+        )
         vocab_size = sequences[0].vocab_size
         asked = [n for s in sequences if (n := s.params.num_logprobs) is not None]
         sparse = _sparse_biases(sequences, rows, device)
@@ -226,7 +233,8 @@ def _sparse_biases(
     padded += [[(0, 0.0, 0)] * width] * (rows - len(sequences))
     columns = [[[entry[part] for entry in row] for row in padded] for part in range(3)]
     ids, bias, until = (torch.tensor(column) for column in columns)
-    return ids.to(device), bias.float().to(device), until.to(device)
+    ids, bias, until = upload_all([ids, bias.float(), until], device)
+    return ids, bias, until
 
 
 def _dense_biases(
