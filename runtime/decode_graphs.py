@@ -18,7 +18,7 @@ from torch import Tensor
 from trtllm_treewy import triton_ops
 from trtllm_treewy.batch import TreeBatch
 from trtllm_treewy.draft_tree import TreeTopology
-from trtllm_treewy.model import Qwen3_5ForCausalLM
+from trtllm_treewy.model import FusedModel, Qwen3_5ForCausalLM
 
 from .acceptance import Acceptance, greedy_accept
 from .cuda_graphs import GraphRunner, GraphSizes
@@ -72,7 +72,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Qwen3_5ForCausalLM,
+        model: Qwen3_5ForCausalLM | FusedModel,
         pools: SequencePools,
         first_mtp_layer: int,
         runner: GraphRunner,
@@ -81,7 +81,7 @@ class DecodeGraphs:
         self._model, self._pools, self._runner = model, pools, runner
         self.options, self.sizes = options, options.sizes
         topology = options.topology
-        dtype = model.model.embed_tokens.weight.dtype
+        dtype = pools.state.shape.activation_dtype
         self.buffers = DecodeBuffers(
             buffer_sizes(pools.limits.max_batch_size, model.config.hidden_size, options),
             dtype,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
-from trtllm_treewy.model import Qwen3_5ForCausalLM
+from trtllm_treewy.model import Qwen3_5ForCausalLM, fuse
 
 from .acceptance import Acceptance
 from .commit_policy import PSEUDO_VALUES
@@ -14,7 +14,7 @@ from .cuda_graphs import GraphRunner
 from .decode_graphs import DecodeGraphs, GraphOptions
 from .executor import ExecutorLimits, StepOutput
 from .sequence_pools import SequencePools
-from .static_drafts import LayersFrom
+from .static_drafts import layers_from
 
 
 class TorchExecutor(SequencePools):
@@ -34,6 +34,8 @@ class TorchExecutor(SequencePools):
     ) -> None:
         weight = model.model.embed_tokens.weight
         self.model = model.eval()
+        # What steps of trees and drafts run: the same weights.
+        self._steps = fuse(self.model)
         super().__init__(
             model.config,
             limits,
@@ -53,7 +55,7 @@ class TorchExecutor(SequencePools):
 
     def make_graphs(self, runner: GraphRunner, options: GraphOptions) -> DecodeGraphs:
         """Static buffers for captured steps, which `verify` and `commit` use from then on."""
-        self.graphs = DecodeGraphs(self.model, self, self._first_mtp_layer, runner, options)
+        self.graphs = DecodeGraphs(self._steps, self, self._first_mtp_layer, runner, options)
         return self.graphs
 
     @torch.inference_mode()
@@ -72,7 +74,7 @@ class TorchExecutor(SequencePools):
         hidden = self.graphs.verify(tree) if self.graphs is not None else None
         self._by_graph = hidden is not None
         if hidden is None:
-            hidden = self.model(
+            hidden = self._steps(
                 tree.token_ids,
                 tree.positions,
                 self.state.verify(tree),
@@ -93,7 +95,7 @@ class TorchExecutor(SequencePools):
 
     @torch.inference_mode()
     def draft_extend(self, batch: PrefillBatch, hidden: Tensor) -> StepOutput:
-        attention = LayersFrom(self.kv_cache.prefill(batch), self._first_mtp_layer)
+        attention = layers_from(self.kv_cache.prefill(batch), self._first_mtp_layer)
         out = self.model.draft(batch.token_ids, hidden, batch.positions, attention)
         last = out[batch.cu_seqlens[1:].long() - 1]
         return StepOutput(self.model.logits(last), last)
@@ -109,6 +111,6 @@ class TorchExecutor(SequencePools):
         mask: Tensor,
     ) -> StepOutput:
         step = self.kv_cache.step(slot, write_offsets, mask)
-        attention = LayersFrom(step, self._first_mtp_layer)
-        out = self.model.draft(token_ids, hidden, positions, attention)
+        attention = layers_from(step, self._first_mtp_layer)
+        out = self._steps.draft(token_ids, hidden, positions.contiguous(), attention)
         return StepOutput(self.model.logits(out), out)

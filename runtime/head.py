@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from trtllm_treewy import triton_ops
-from trtllm_treewy.model import Qwen3_5ForCausalLM
+from trtllm_treewy.model import FusedModel, Qwen3_5ForCausalLM
 
 # Rows whose logits exist at once.
 ROWS = 512
 
 
-def greedy_tokens(model: Qwen3_5ForCausalLM, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def greedy_tokens(model: Qwen3_5ForCausalLM | FusedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The most likely token after each hidden state.
 
     Args:
@@ -39,7 +39,9 @@ def greedy_tokens(model: Qwen3_5ForCausalLM, hidden: Tensor) -> tuple[Tensor, Te
     return torch.cat(ids), torch.cat(values)
 
 
-def best_children(model: Qwen3_5ForCausalLM, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best_children(
+    model: Qwen3_5ForCausalLM | FusedModel, hidden: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
     """The most likely tokens after each hidden state, best first.
 
     Args:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from trtllm_treewy import triton_ops
 from trtllm_treewy.batch import PrefillBatch, TreeBatch, upload, upload_all
-from trtllm_treewy.model import AttentionStep
+from trtllm_treewy.model import AttentionStep, PackedHeads
 from trtllm_treewy.topology import valid_nodes
 
 if TYPE_CHECKING:
@@ -485,6 +485,40 @@ class PagedAttention:
             page=cache.block_size,
             num_blocks=cache.num_blocks,
             max_rows=cache.max_seq_len,
+        )
+
+    def attend_packed(self, layer: int, heads: PackedHeads, scale: float) -> Tensor:
+        """As `PackedAttentionStep.attend_packed`; `heads.packed` is [B, Nq, ...]."""
+        from trtllm_treewy.triton_ops import attention
+        from trtllm_treewy.triton_ops.heads import place_heads
+
+        cache, packed = self._cache, heads.packed
+        k_pool, v_pool = cache.k[layer], cache.v[layer]
+        q = place_heads(
+            packed.flatten(0, 1),
+            heads.q_norm,
+            heads.k_norm,
+            heads.frequencies,
+            heads.positions.flatten(),
+            self._target.flatten(),
+            k_pool,
+            v_pool,
+            heads.heads,
+        )
+        gates = packed[..., : 2 * heads.heads * cache.head_dim]
+        return attention.tree_attention(
+            q.view(*packed.shape[:2], heads.heads, cache.head_dim),
+            k_pool,
+            v_pool,
+            self._table,
+            self._slot,
+            self._context,
+            self._own,
+            scale,
+            page=cache.block_size,
+            num_blocks=cache.num_blocks,
+            max_rows=cache.max_seq_len,
+            gate=gates.unflatten(-1, (heads.heads, 2, -1))[..., 1, :],
         )
 
 

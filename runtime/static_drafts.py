@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from trtllm_treewy.draft_tree import TreeTopology
-from trtllm_treewy.model import AttentionStep, Qwen3_5ForCausalLM
+from trtllm_treewy.model import (
+    AttentionStep,
+    FusedModel,
+    PackedAttentionStep,
+    PackedHeads,
+    Qwen3_5ForCausalLM,
+)
 
 from .decode_buffers import DecodeBuffers
 from .head import best_children
@@ -100,7 +106,7 @@ class StaticDrafts:
 
     def __init__(
         self,
-        model: Qwen3_5ForCausalLM,
+        model: Qwen3_5ForCausalLM | FusedModel,
         kv_cache: KvCache,
         first_layer: int,
         buffers: DecodeBuffers,
@@ -184,7 +190,7 @@ class StaticDrafts:
         self, slot: Tensor, context: Tensor, own: Tensor, offsets: Tensor, max_context: int
     ) -> AttentionStep:
         step = self._cache.tree_step(slot, context, own, offsets, max_context)
-        return LayersFrom(step, self._first_layer)
+        return layers_from(step, self._first_layer)
 
 
 class LayersFrom:
@@ -196,6 +202,25 @@ class LayersFrom:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As the step's."""
         return self._step.attend(self._first + layer, q, k, v, scale)
+
+
+class PackedLayersFrom(LayersFrom):
+    """The same of a step that takes packed heads."""
+
+    def __init__(self, step: PackedAttentionStep, first: int) -> None:
+        super().__init__(step, first)
+        self._packed = step
+
+    def attend_packed(self, layer: int, heads: PackedHeads, scale: float) -> Tensor:
+        """As the step's."""
+        return self._packed.attend_packed(self._first + layer, heads, scale)
+
+
+def layers_from(step: AttentionStep, first: int) -> AttentionStep:
+    """`step` with its layer `first` as layer 0."""
+    if isinstance(step, PackedAttentionStep):
+        return PackedLayersFrom(step, first)
+    return LayersFrom(step, first)
 
 
 def best_nodes(

@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 
+def rotary_frequencies(rotary_dim: int, theta: float, device: torch.device) -> Tensor:
+    """float32 [rotary_dim / 2]: radians a token of each pair of channels."""
+    exponent = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32)
+    return 1.0 / (theta ** (exponent / rotary_dim))
+
+
 def rotary_tables(
     positions: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -14,8 +20,7 @@ def rotary_tables(
     Angles are formed in float32 whatever `dtype` is: a bf16 position loses whole tokens.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    exponent = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float32)
-    inv_freq = 1.0 / (theta ** (exponent / rotary_dim))
+    inv_freq = rotary_frequencies(rotary_dim, theta, positions.device)
     angle = positions[..., None].to(wide) * inv_freq.to(wide)
     angle = torch.cat((angle, angle), dim=-1)[..., None, :]
     return angle.cos().to(dtype), angle.sin().to(dtype)

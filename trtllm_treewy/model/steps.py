@@ -8,7 +8,8 @@ policy, and is traced by the exporter. Leading dimensions `...` are `[batch, N]`
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -50,4 +51,41 @@ class AttentionStep(Protocol):
 
         `q` [..., heads, head_dim], `k`, `v` [..., kv_heads, head_dim]; returns the shape of `q`.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class PackedHeads:
+    """Queries, gates, keys and values as one product leaves them, before norms and positions.
+
+    Attributes:
+        packed: [..., heads * 2 * head_dim + 2 * kv_heads * head_dim or more]: query and gate of
+            each head, then keys, then values.
+        heads: of the queries.
+        positions: int64 [...].
+        frequencies: float32 [rotary_dim / 2], of the rotary position.
+        q_norm, k_norm: weight [head_dim] and epsilon of the norms.
+    """
+
+    packed: Tensor
+    heads: int
+    positions: Tensor
+    frequencies: Tensor
+    q_norm: tuple[Tensor, float]
+    k_norm: tuple[Tensor, float]
+
+
+@runtime_checkable
+class PackedAttentionStep(Protocol):
+    """An attention step that takes packed heads too, and does all that lies between the products.
+
+    See `model.fused`, which asks for it.
+    """
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """As that of `AttentionStep`."""
+        ...
+
+    def attend_packed(self, layer: int, heads: PackedHeads, scale: float) -> Tensor:
+        """Norms, positions, `attend` and the output gate; returns [..., heads, head_dim]."""
         ...

@@ -72,9 +72,18 @@ def _walk(
 
 
 @triton.jit
+def _opened(out, gate_ptr, at, mask, kind):
+    """`out` times the sigmoid of its gate, rounded as torch's operators do."""
+    gate = tl.load(gate_ptr + at, mask, other=0.0).to(tl.float32)
+    opened = (1.0 / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    return out.to(kind).to(tl.float32) * opened
+
+
+@triton.jit
 def _attend(
-    q_ptr, k_ptr, v_ptr, table_ptr, slot_ptr, base_ptr, own_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, slot_ptr, base_ptr, own_ptr, gate_ptr, out_ptr, lse_ptr,
     factor, num_blocks, width, pool_rows, nq, entries, q_batch, q_node, q_head,
+    gate_batch, gate_node, gate_head, GATED: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -125,6 +134,10 @@ def _attend(
     acc = tl.where((total == 0.0)[:, None], 0.0, acc / total[:, None])
     place = (b.to(tl.int64) * nq + t) * KV_HEADS * GROUPS + head
     if SPLITS == 1:
+        if GATED:
+            at = b.to(tl.int64) * gate_batch + t[:, None] * gate_node
+            at += head[:, None] * gate_head + d[None, :]
+            acc = _opened(acc, gate_ptr, at, inner, out_ptr.dtype.element_ty)
         tl.store(
             out_ptr + place[:, None] * DIM + d[None, :], acc.to(out_ptr.dtype.element_ty), inner
         )
@@ -137,8 +150,8 @@ def _attend(
 
 @triton.jit
 def _combine(
-    part_ptr, lse_ptr, out_ptr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    part_ptr, lse_ptr, gate_ptr, out_ptr, nq, heads, gate_batch, gate_node, gate_head,
+    GATED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -151,6 +164,10 @@ def _combine(
     part = tl.load(part_ptr + at, (lse > float("-inf"))[:, None] & (d < DIM)[None, :], other=0.0)
     total = tl.sum(weight, 0)
     mixed = tl.sum(weight[:, None] * part, 0) / tl.where(total == 0.0, 1.0, total)
+    if GATED:
+        token = place // heads
+        gate = token // nq * gate_batch + token % nq * gate_node + place % heads * gate_head
+        mixed = _opened(mixed, gate_ptr, gate + d, d < DIM, out_ptr.dtype.element_ty)
     tl.store(out_ptr + place * DIM + d, mixed.to(out_ptr.dtype.element_ty), d < DIM)
 
 
@@ -265,6 +282,7 @@ def tree_attention(
     page: int,
     num_blocks: int,
     max_rows: int | None = None,
+    gate: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Attention of each query over its sequence's committed rows and its own entries.
@@ -281,6 +299,7 @@ def tree_attention(
         page: rows of a block.
         num_blocks: blocks of the pool; the next one is the sink.
         max_rows: the most rows that a sequence has, for the choice of tiles; W blocks by default.
+        gate: like q, or None: outputs are multiplied with its sigmoid.
         tiles: sizes of the launch, instead of those that are chosen.
 
     Returns:
@@ -292,6 +311,8 @@ def tree_attention(
     groups = heads // kv_heads
     if q.stride(3) != 1:
         q = q.contiguous()
+    opens = q if gate is None else gate if gate.stride(3) == 1 else gate.contiguous()
+    gates = opens.stride()[:3]
     if tiles is None:
         most = block_table.shape[1] * page if max_rows is None else max_rows
         tiles = choose_tiles(
@@ -308,15 +329,17 @@ def tree_attention(
     block_d = triton.next_power_of_2(dim)
     grid = (batch * kv_heads, triton.cdiv(groups * nq, tiles.block_m), splits)
     _attend[grid](
-        q, k_pool, v_pool, block_table, slot, context_lens, own.view(torch.uint8), part, lse,
+        q, k_pool, v_pool, block_table, slot, context_lens, own.view(torch.uint8),
+        opens, part, lse,
         scale * 1.4426950408889634, num_blocks, block_table.shape[1], pool_rows, nq, own.shape[2],
-        q.stride(0), q.stride(1), q.stride(2),
+        q.stride(0), q.stride(1), q.stride(2), *gates, GATED=gate is not None,
         KV_HEADS=kv_heads, GROUPS=groups, DIM=dim, BLOCK_D=max(16, block_d), PAGE=page,
         BLOCK_M=tiles.block_m, BLOCK_S=tiles.block_s, SPLITS=splits,
         PRECISION="ieee", num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if splits > 1:
         _combine[(batch * nq * heads,)](
-            part, lse, out, DIM=dim, BLOCK_D=block_d, SPLITS=splits, num_warps=4
-        )
+            part, lse, opens, out, nq, heads, *gates, GATED=gate is not None,
+            DIM=dim, BLOCK_D=block_d, SPLITS=splits, num_warps=4,
+        )  # fmt: skip
     return out

@@ -28,12 +28,12 @@ TALLY_FROM = 256
 
 @triton.jit
 def _route(
-    logit_ptr, weight_ptr, expert_ptr, experts,
+    logit_ptr, weight_ptr, expert_ptr, experts, logit_row,
     TOP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, SIZE)
-    x = tl.load(logit_ptr + token * experts + ids, ids < experts, other=float("-inf"))
+    x = tl.load(logit_ptr + token * logit_row + ids, ids < experts, other=float("-inf"))
     x = x.to(tl.float32)
     x = tl.exp(x - tl.max(x, 0))
     whole = tl.sum(x, 0)
@@ -217,7 +217,7 @@ def route(logits: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     """Softmax over all experts, then the best `top_k`, renormalised to sum to one.
 
     Args:
-        logits: [T, E], contiguous.
+        logits: [T, E], last dimension contiguous.
         top_k: experts of a token; ties go to the lower number.
         dtype: of the weights.
 
@@ -230,7 +230,7 @@ def route(logits: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     if tokens:
         _route[(tokens,)](
-            logits, weights, ids, experts,
+            logits, weights, ids, experts, logits.stride(0),
             TOP=top_k, PADDED=triton.next_power_of_2(top_k),
             SIZE=triton.next_power_of_2(experts), num_warps=4,
         )  # fmt: skip

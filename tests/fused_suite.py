@@ -1,0 +1,220 @@
+"""Steps in few launches, played by Triton's interpreter, against the plain modules.
+
+Run by `tests/test_triton_ops.py` in a process of its own, as `triton_suite.py` is.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from engine_world import make_executor, tiny_config, tiny_model
+from paged_attention_cases import unwritten_is_nan
+
+from trtllm_treewy import triton_ops
+from trtllm_treewy.batch import PrefillBatch, TreeBatch
+from trtllm_treewy.model import FusedModel
+from trtllm_treewy.model.mlp import MLP, Experts
+from trtllm_treewy.model.norm import RMSNorm
+from trtllm_treewy.model.rotary import apply_rotary, rotary_frequencies, rotary_tables
+
+NAN = float("nan")
+MOE = dict(moe=True, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16)
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """A kernel that reads what no kernel wrote, or leaves some of its output, gives NaN."""
+    with unwritten_is_nan():
+        yield
+
+
+def filled(module):
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module.requires_grad_(False)
+
+
+# ------------------------------------------------------------------ experts
+
+
+def few_experts(block, shared, x, weights, ids, tiles=None):
+    from trtllm_treewy.triton_ops.moe_few import run_few_experts
+
+    gate_up = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
+    return run_few_experts(
+        x, weights, ids.int(), block.gate_up_proj, block.down_proj, gate_up,
+        shared.down_proj.weight, tiles,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top", "shared_inner"),
+    [(1, 8, 2, 20), (5, 6, 3, 44), (19, 4, 1, 7), (20, 16, 8, 20), (0, 4, 2, 20)],
+)
+def test_few_experts_are_those_of_torch(tokens, experts, top, shared_inner):
+    """Experts that nobody wants or more than a tile does, a shared expert of another size."""
+    from trtllm_treewy.triton_ops.moe_few import Tiles
+
+    block, shared = filled(Experts(experts, 24, 20)), filled(MLP(24, shared_inner))
+    x, weights = torch.randn(tokens, 40)[:, :24], torch.rand(tokens, top)
+    ids = torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)] or [torch.zeros(top)])
+    ids = ids[:tokens].long()
+    for tiles in (None, Tiles(16, 16, 16, 16, 4, 2)):
+        got = few_experts(block, shared, x, weights, ids, tiles)
+        routed = block.double()(x.double(), weights.double(), ids).float()
+        own = shared.double()(x.double()).float()
+        block.float(), shared.float()
+        torch.testing.assert_close(got[:, :-1].sum(1), routed, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got[:, -1], own, rtol=1e-4, atol=1e-4)
+
+
+def test_all_tokens_with_one_expert_and_nan_in_one_of_them():
+    block, shared = filled(Experts(4, 24, 20)), filled(MLP(24, 20))
+    x, weights = torch.randn(37, 24), torch.rand(37, 1)
+    ids = torch.full((37, 1), 2)
+    want = few_experts(block, shared, x, weights, ids)
+    x[3], weights[30] = NAN, NAN
+    got = few_experts(block, shared, x, weights, ids)
+    others = torch.tensor([row not in (3, 30) for row in range(37)])
+    assert torch.equal(got[others], want[others])
+    assert got[3].isnan().all()
+    assert got[30, 0].isnan().all()
+    assert torch.equal(got[30, 1], want[30, 1])
+
+
+def test_more_pairs_than_it_is_for_are_refused():
+    block, shared = filled(Experts(4, 24, 20)), filled(MLP(24, 20))
+    with pytest.raises(ValueError, match="at most 256 pairs"):
+        few_experts(block, shared, torch.randn(86, 24), torch.rand(86, 3), torch.zeros(86, 3))
+
+
+def test_tiles_give_every_multiprocessor_work_within_its_memory():
+    from trtllm_treewy.triton_ops.moe_few import choose_tiles
+
+    for pairs in (8, 32, 64, 256):
+        for shared in (227 * 1024, 99 * 1024):
+            tiles = choose_tiles(pairs, 512, False, 132, shared)
+            assert pairs * (512 // tiles.up_n) >= 128
+            columns = max(2 * tiles.up_n, tiles.down_n)
+            assert tiles.stages * (columns + 16) * tiles.up_k * 2 <= shared
+
+
+# ------------------------------------------------------------------ norms and heads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_and_their_norms_are_those_of_torch(monkeypatch, dtype):
+    from trtllm_treewy.triton_ops.norm import add_rms_norm, norm_pair
+
+    norm, other = filled(RMSNorm(24, 1e-6)).to(dtype), filled(RMSNorm(24, 1e-6)).to(dtype)
+    x, y, shared = (torch.randn(7, n, 24).to(dtype) for n in (1, 3, 2))
+    x, gates = x[:, 0], torch.randn(7, 5).to(dtype)
+    table, ids = torch.randn(11, 24).to(dtype), torch.randint(0, 11, (7,))
+    got = [
+        *add_rms_norm(x, y[:, 0].contiguous(), norm.weight, norm.eps),
+        *add_rms_norm(x, y, norm.weight, norm.eps, shared[:, 1], gates[:, 2]),
+        norm_pair(table, x, norm.weight, other.weight, 1e-6, ids),
+        norm_pair(table[ids], x, norm.weight, other.weight, 1e-6),
+    ]
+    monkeypatch.setattr(triton_ops, "serves", lambda x: False)
+    plain = x + y[:, 0]
+    mixed = x + (y.float().sum(1).to(dtype) + torch.sigmoid(gates[:, 2:3]) * shared[:, 1])
+    pair = torch.cat([norm(table[ids]), other(x)], -1)
+    want = [plain, norm(plain), mixed, norm(mixed), pair, pair]
+    error = 1e-5 if dtype == torch.float32 else 2e-2
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize(("dim", "rotary", "heads", "kv_heads"), [(16, 4, 4, 2), (24, 24, 3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_heads_are_placed_as_torch_would(monkeypatch, dim, rotary, heads, kv_heads, dtype):
+    from trtllm_treewy.triton_ops.heads import place_heads
+
+    q_norm, k_norm = (filled(RMSNorm(dim, 1e-6)).to(dtype) for _ in range(2))
+    sizes = [heads * 2 * dim, kv_heads * dim, kv_heads * dim]
+    packed = torch.randn(5, sum(sizes) + 8).to(dtype)
+    positions = torch.tensor([0, 1, 77, 4000, 262143])
+    pools = torch.zeros(2, kv_heads, 9, dim, dtype=dtype)
+    target = torch.tensor([3, 1, 8, 8, 0])  # the last row is the sink, and repeats
+    q = place_heads(
+        packed, (q_norm.weight, 1e-6), (k_norm.weight, 1e-6),
+        rotary_frequencies(rotary, 1e7, packed.device), positions, target, *pools, heads,
+    )  # fmt: skip
+    monkeypatch.setattr(triton_ops, "serves", lambda x: False)
+    parts = packed[:, : sum(sizes)].split(sizes, -1)
+    tables = rotary_tables(positions, rotary, 1e7, dtype)
+    want = apply_rotary(q_norm(parts[0].unflatten(-1, (heads, 2, dim))[:, :, 0]), *tables)
+    keys = apply_rotary(k_norm(parts[1].unflatten(-1, (kv_heads, dim))), *tables)
+    error = 1e-4 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(q, want, rtol=error, atol=error)
+    alone = [0, 1, 4]
+    stored = pools[:, :, target[alone]]
+    torch.testing.assert_close(stored[0], keys[alone].transpose(0, 1), rtol=error, atol=error)
+    assert torch.equal(stored[1], parts[2].unflatten(-1, (kv_heads, dim))[alone].transpose(0, 1))
+
+
+# ------------------------------------------------------------------ whole steps
+
+
+def verified(model, trees, prompts):
+    """Hidden states of trees behind prompts, and what a commit makes of states and caches."""
+    executor = make_executor(model)
+    for slot, prompt in enumerate(prompts):
+        assert executor.try_allocate(slot, len(prompt))
+    lengths = [len(p) for p in prompts]
+    tokens = [t for p in prompts for t in p]
+    slots = list(range(len(prompts)))
+    executor.prefill(PrefillBatch.pack(tokens, lengths, slots, [0] * len(slots), executor.device))
+    batch = TreeBatch(*trees, torch.tensor([*slots, -1]).int(),
+                      torch.tensor([*lengths, 0]).int(), max(lengths))  # fmt: skip
+    return executor, executor.verify(batch)
+
+
+def random_trees(batch, nodes, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 61, (batch, nodes), generator=gen)
+    parents = [[-1] + [int(torch.randint(0, t, (), generator=gen)) for t in range(1, nodes)]
+               for _ in range(batch)]  # fmt: skip
+    counts = torch.randint(1, nodes + 1, (batch,), generator=gen).int()
+    counts[-1] = 0
+    return tokens, torch.tensor(parents).int(), counts
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "bias"])
+def test_a_step_is_that_of_the_plain_model(monkeypatch, kind):
+    changes = {"dense": {}, "moe": MOE, "bias": {"attention_bias": True}}[kind]
+    model = tiny_model(1, tiny_config(**changes))
+    prompts = [[3, 4, 5, 6, 7], [9] * 11, [1, 2]]
+    trees = random_trees(4, 6)
+    fused, got = verified(model, trees, prompts)
+    assert isinstance(fused._steps, FusedModel)
+    monkeypatch.setattr(triton_ops, "serves", lambda x: False)
+    plain, want = verified(model, trees, prompts)
+    assert plain._steps is model
+    real = torch.arange(6) < trees[2][:, None]
+    torch.testing.assert_close(got.hidden[real], want.hidden[real], rtol=1e-3, atol=1e-3)
+    for name in ("k", "v"):
+        ours, theirs = getattr(fused.kv_cache, name), getattr(plain.kv_cache, name)
+        sink = fused.kv_cache._sink
+        torch.testing.assert_close(ours[:, :, :sink], theirs[:, :, :sink], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_row_with_nan_fails_alone(kind):
+    """CASES 9: a poisoned token in one tree leaves every other tree's bits as they are."""
+    model = tiny_model(1, tiny_config(**({} if kind == "dense" else MOE)))
+    prompts, trees = [[3, 4, 5], [9] * 11, [1, 2]], random_trees(4, 6)
+    trees[2][:] = torch.tensor([6, 6, 6, 0])
+    trees[0][:] = trees[0] % 60
+    want = verified(model, trees, prompts)[1].hidden
+    trees[0][1, 0] = 60  # a root: all of its tree sees it
+    with torch.no_grad():
+        model.model.embed_tokens.weight[60] = NAN
+    got = verified(model, trees, prompts)[1].hidden
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 2]], want[[0, 2]])
