@@ -220,14 +220,12 @@ class ReconstructPolicy(CommitPolicy):
     ) -> None:
         super().__init__(shape, state)
         dtype = shape.compute_dtype
-        # What verification returns unless it is told.
-        self._u_dtype = None if stash_dtype == dtype else stash_dtype
-        if self._u_dtype is not None and {self._u_dtype, shape.state_dtype} != {torch.bfloat16}:
+        of_u = stash_dtype or dtype
+        if of_u != dtype and {of_u, shape.state_dtype} != {torch.bfloat16}:
             raise ValueError(
                 f"stash_dtype must be {dtype}, or bfloat16 beside a bfloat16 state, got "
                 f"{stash_dtype} beside {shape.state_dtype}"
             )
-        of_u = self._u_dtype or dtype
         self._u = shape.per_node(shape.value_heads, shape.value_dim, dtype=of_u)
         self._g = shape.per_node(shape.value_heads, dtype=dtype)
 
@@ -242,17 +240,16 @@ class ReconstructPolicy(CommitPolicy):
     def _verify(
         self, layer: int, tree: TreeBatch, inputs: GdnInputs, history: tuple[Tensor | None, ...]
     ) -> Tensor:
-        out, u, g = torch.ops.treewy.tree_verify(
+        out: Tensor = torch.ops.treewy.tree_verify_into(
             *inputs.as_args(),
             self.state[layer],
             tree.slot,
             tree.parents,
             tree.num_nodes,
+            _rows(self._u, tree)[layer],
+            _rows(self._g, tree)[layer],
             *history,
-            self._u_dtype,
         )
-        _rows(self._u, tree)[layer] = u
-        _rows(self._g, tree)[layer] = g
         return out
 
     def _path(self, tree: TreeBatch, inputs: TreeInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -207,6 +207,12 @@ def check_verify_stashes(machine, case):
     none = (None, None, None, None)
     again, rounded, decays = machine.call("tree_verify", *raw, *rest, *none, BF16)
     alone = machine.call("tree_outputs", *raw, *rest)
+    wide = [torch.cat([x, x], 1).fill_(-7) for x in (u, g)]
+    cut = [x[:, : x.shape[1] // 2] for x in wide]
+    placed = machine.call("tree_verify_into", *raw, *rest, *cut)
+    for x, y in ((placed, out), (cut[0], u), (cut[1], g)):
+        assert same_bits(x.cpu().contiguous(), y.cpu())
+    assert all((x[:, x.shape[1] // 2 :] == -7).all() for x in wide)
     assert same_bits(again.cpu(), out.cpu())
     assert same_bits(alone.cpu(), out.cpu())
     assert same_bits(decays.cpu(), g.cpu())

@@ -171,6 +171,7 @@ def calls():
     return {
         "tree_conv": (case.x[0], case.conv_state[0], *case.trees, case.weight, case.weight[:, 0]),
         "tree_verify": delta,
+        "tree_verify_into": (*delta, u[0].clone(), g[0].clone()),
         "tree_verify_snapshot": delta,
         "tree_outputs": delta,
         "greedy_accept": (*ids, *case.trees, 4),
@@ -430,6 +431,24 @@ def test_outputs_alone_have_the_bits_of_verification():
         case = Case(14, dtype=dtype)
         args = (*case.raw[0].values(), case.state[0], *case.trees)
         assert same_bits(treewy.tree_outputs(*args), treewy.tree_verify(*args)[0])
+
+
+def test_a_stash_may_be_written_in_place():
+    for dtype, of_u in ((torch.float64, None), (torch.bfloat16, torch.bfloat16)):
+        case = Case(16, dtype=dtype, state_dtype=dtype)
+        args = (*case.raw[0].values(), case.state[0], *case.trees)
+        out, u, g = treewy.tree_verify(*args, *(None,) * 4, of_u)
+        # Rows of a larger buffer, as the stash of a smaller batch has them.
+        wide = [torch.full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), -7.0).to(x.dtype)
+                for x in (u, g)]  # fmt: skip
+        cut = [x[:, :NODES] for x in wide]
+        assert same_bits(treewy.tree_verify_into(*args, *cut), out)
+        assert same_bits(cut[0], u)
+        assert same_bits(cut[1], g)
+        assert all((x[:, NODES:] == -7).all() for x in wide)
+    for bad in ((u[:1], g), (u, g.double()), (u.half(), g), (u.transpose(2, 3), g)):
+        with pytest.raises(ValueError, match="tree_verify_into"):
+            treewy.tree_verify_into(*args, *bad)
 
 
 def test_pseudo_values_may_be_bfloat16_beside_a_bfloat16_state():
@@ -987,7 +1006,10 @@ def test_nothing_to_do(name, how):
             assert x.shape[:2] == lead
             assert not x.any()
         for key, x in args.items():
-            assert same_bits(x, before[key]), key
+            if op == "tree_verify_into" and key in ("u", "g"):
+                assert not x.any()  # an output, of nodes that are not there
+            else:
+                assert same_bits(x, before[key]), key
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(ops, op), tuple(args.values()), test_utils=tests)
 
@@ -1128,7 +1150,10 @@ def test_a_slot_is_written_by_one_row_only(op):
 @pytest.mark.parametrize("op", [n for n in calls() if " " not in n and n != "greedy_accept"])
 def test_a_slot_out_of_range_is_refused(op, wrong):
     args = list(calls()[op])
-    verify = {"tree_verify": 8, "tree_verify_snapshot": 8, "tree_outputs": 8, "tree_conv": 2}
+    verify = dict.fromkeys(
+        ("tree_verify", "tree_verify_into", "tree_verify_snapshot", "tree_outputs"), 8
+    )
+    verify["tree_conv"] = 2
     at = {"prefill": 8, "prefill_conv": 2, "flush_history": 5, **verify}.get(op, goal_at(op))
     args[at] = args[at].clone()
     args[at][1] = wrong

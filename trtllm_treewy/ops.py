@@ -130,6 +130,78 @@ def _(  # type: ignore[no-untyped-def]
     return v.new_empty(v.shape), u, v.new_empty(v.shape[:3], dtype=compute_dtype(q, state))
 
 
+@torch.library.custom_op("treewy::tree_verify_into", mutates_args=("u", "g"))
+def tree_verify_into(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    u: Tensor,
+    g: Tensor,
+    history_u: Tensor | None = None,
+    history_k: Tensor | None = None,
+    history_g: Tensor | None = None,
+    history_len: Tensor | None = None,
+) -> Tensor:
+    """`tree_verify` whose stash goes where the caller keeps it, without a copy.
+
+    Args:
+        u: [B, N, HV, V], written, [V] contiguous; its type is the `u_dtype` of `tree_verify`.
+        g: [B, N, HV], written, [HV] contiguous, float32 (float64 if q or the state is).
+        others: as for `tree_verify`.
+
+    Returns:
+        out [B, N, HV, V] in v's type, with the bits that `tree_verify` gives.
+    """
+    op = "tree_verify_into"
+    inputs, trees = Projections(q, k, v, a, b, A_log, dt_bias), Trees(slot, parents, num_nodes)
+    history = History.from_optional(op, history_u, history_k, history_g, history_len)
+    _check_verify_into(op, inputs, state, trees, history, u, g)
+    real, out, found, decays = _solve(op, inputs, state, trees, history)
+    u.copy_(select_nodes(real, found.to(u.dtype)))
+    g.copy_(select_nodes(real, decays))
+    return select_nodes(real, out)
+
+
+def _check_verify_into(
+    op: str,
+    inputs: Projections,
+    state: Tensor,
+    trees: Trees,
+    history: History | None,
+    u: Tensor,
+    g: Tensor,
+) -> None:
+    """Raises ValueError for arguments that do not fit each other."""
+    _check_verify(op, inputs, state, trees, history)
+    stash_dtype(op, u.dtype, inputs.q, state)
+    v, wide = inputs.v, (compute_dtype(inputs.q, state),)
+    op_checks.expect(op, "u", u, "batch, N, HV, V", v.shape, device=state.device)
+    op_checks.expect(op, "g", g, "batch, N, HV", v.shape[:3], dtypes=wide, device=state.device)
+    for name, x in (("u", u), ("g", g)):
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"treewy::{op}: the last dimension of {name} must be contiguous")
+
+
+@tree_verify_into.register_fake
+def _(  # type: ignore[no-untyped-def]
+    q, k, v, a, b, A_log, dt_bias, state, slot, parents, num_nodes, u, g,
+    history_u=None, history_k=None, history_g=None, history_len=None,
+):  # fmt: skip
+    op = "tree_verify_into"
+    inputs, trees = Projections(q, k, v, a, b, A_log, dt_bias), Trees(slot, parents, num_nodes)
+    history = History.from_optional(op, history_u, history_k, history_g, history_len)
+    _check_verify_into(op, inputs, state, trees, history, u, g)
+    return v.new_empty(v.shape)
+
+
 @torch.library.custom_op("treewy::tree_outputs", mutates_args=())
 def tree_outputs(
     q: Tensor,

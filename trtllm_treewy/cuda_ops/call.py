@@ -20,7 +20,10 @@ from .. import cuda_library as lib
 from .errors import error_address
 
 # Operators whose launcher has another name than they.
-LAUNCHERS = {"tree_outputs": "treewy_tree_verify"}
+LAUNCHERS = {
+    "tree_outputs": "treewy_tree_verify",
+    "tree_verify_into": "treewy_tree_verify",
+}
 
 # Calls that went to the reference, by operator and reason.
 reference_calls: Counter[tuple[str, str]] = Counter()

@@ -48,6 +48,39 @@ def tree_verify(
     return out, u, g
 
 
+def tree_verify_into(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    u: Tensor,
+    g: Tensor,
+    history_u: Tensor | None = None,
+    history_k: Tensor | None = None,
+    history_g: Tensor | None = None,
+    history_len: Tensor | None = None,
+) -> Tensor:
+    """`ops.tree_verify_into` by the launch of `tree_verify`."""
+    projections = (q, k, v, a, b, A_log, dt_bias)
+    rest = (slot, parents, num_nodes, history_u, history_k, history_g, history_len)
+    tensors: tuple[Tensor | None, ...] = (*projections, state, *rest, u, g)
+    call, tensors = prepare("tree_verify_into", tensors, _setup_into)
+    if call.reason is not None:
+        ordered = (*tensors[:11], u, g, *tensors[11:15])
+        result: Tensor = call_reference("tree_verify_into", call, ordered)
+        return result
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    call.launch((*tensors[:15], out, u, g))
+    return out
+
+
 def tree_outputs(
     q: Tensor,
     k: Tensor,
@@ -76,6 +109,20 @@ def tree_outputs(
 
 def _setup_outputs(call: Call, *tensors: Any) -> None:
     _setup("tree_outputs", call, (*tensors, None, None, None, None), None)
+
+
+def _setup_into(call: Call, *tensors: Any) -> None:
+    from .. import ops
+
+    *given, u, g = tensors
+    inputs, trees = Projections(*given[:7]), Trees(*given[8:11])
+    op, state = "tree_verify_into", given[7]
+    history = History.from_optional(op, *given[11:])
+    ops._check_verify_into(op, inputs, state, trees, history, u, g)
+    _setup(op, call, tuple(given), u.dtype)
+    if call.reason is None:
+        call.params.u_stride[:] = u.stride()[:3]
+        call.params.g_stride[:] = g.stride()[:2]
 
 
 def _setup_verify(call: Call, *tensors_and_type: Any) -> None:
