@@ -36,7 +36,7 @@ def greedy_tokens(model: Qwen3_5ForCausalLM | FusedModel, hidden: Tensor) -> tup
         best = logits.max(-1)
         ids.append(best.indices)
         values.append(best.values.float())
-    return torch.cat(ids), torch.cat(values)
+    return _joined(ids), _joined(values)
 
 
 def best_children(
@@ -57,7 +57,12 @@ def best_children(
         found = _best(model.head(part), count)
         ids.append(found[0])
         scores.append(found[1])
-    return torch.cat(ids), torch.cat(scores)
+    return _joined(ids), _joined(scores)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One after the other; the most common single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -258,11 +258,59 @@ class KvCache:
         and the rows of its ancestors and itself. Padded nodes write nothing; what they output is
         of no use.
         """
-        real = valid_nodes(tree.parents, tree.num_nodes)
-        index = torch.arange(tree.parents.shape[1], device=tree.parents.device)
-        offsets = torch.where(real, tree.context_lens.long()[:, None] + index, -1)
-        own = tree.ancestors & real[:, :, None]
-        return self.tree_step(tree.slot, tree.context_lens, own, offsets, tree.max_context)
+        own = tree.ancestors
+        if not triton_ops.serves(self.k):
+            own = own & valid_nodes(tree.parents, tree.num_nodes)[:, :, None]
+        return self.step_behind(
+            tree.slot, tree.context_lens, own, tree.max_context, count=tree.num_nodes
+        )
+
+    def step_behind(
+        self,
+        slot: Tensor,
+        context_lens: Tensor,
+        own: Tensor,
+        max_context: int,
+        *,
+        base: Tensor | None = None,
+        count: Tensor | None = None,
+        first: int = 0,
+    ) -> AttentionStep:
+        """`tree_step` whose queries' keys and values go to rows one after the other.
+
+        Args:
+            slot, context_lens, own, max_context: as for `tree_step`. Where kernels run, queries at
+                or beyond `count` may have any rows of their own: nobody reads their outputs.
+            base: int32 [B], `context_lens` where not given; query t writes row `base + first + t`.
+            count: int32 [B], queries that write; all where not given.
+            first: see `base`.
+        """
+        base = context_lens if base is None else base
+        nodes = own.shape[1]
+        kernels = triton_ops.serves(self.k)
+        if kernels and slot.device.type != "cpu":
+            target = self._rows(slot, base, count, nodes, first)
+            return PagedAttention(self, slot, context_lens, own, target=target)
+        index = torch.arange(nodes, device=slot.device)
+        offsets = base.long()[:, None] + first + index
+        if count is not None:
+            offsets = torch.where(index < count[:, None], offsets, -1)
+        if kernels:  # played on the CPU
+            self._check_writes(slot, offsets)
+            target = self._rows(slot, base, count, nodes, first)
+            return PagedAttention(self, slot, context_lens, own, target=target)
+        return self.tree_step(slot, context_lens, own, offsets, max_context)
+
+    def _rows(
+        self, slot: Tensor, base: Tensor, count: Tensor | None, nodes: int, first: int
+    ) -> Tensor:
+        """Physical rows [B, nodes] of rows `base + first + t`; the sink beyond `count`."""
+        from trtllm_treewy.triton_ops.trees import rows_behind
+
+        return rows_behind(
+            slot, base, count, nodes, self.block_table,
+            page=self.block_size, num_blocks=self.num_blocks, first=first,
+        )  # fmt: skip
 
     def tree_step(
         self,
@@ -346,6 +394,14 @@ class KvCache:
             path: int64 [B, P], accepted node indices from the root on, -1 beyond.
             base: int [B], committed rows before this step.
         """
+        if triton_ops.serves(self.k):
+            from trtllm_treewy.triton_ops.trees import compact_rows
+
+            compact_rows(
+                self.k, self.v, slot, path.contiguous(), base, self.block_table,
+                page=self.block_size, num_blocks=self.num_blocks,
+            )  # fmt: skip
+            return
         start = base.long()[:, None]
         column = torch.arange(path.shape[1], device=path.device)
         source = self._physical(slot, torch.where(path >= 0, start + path, -1)).flatten()
@@ -460,12 +516,18 @@ class PagedAttention:
         slot: Tensor,
         context_lens: Tensor,
         own: Tensor,
-        write_offsets: Tensor,
+        write_offsets: Tensor | None = None,
+        target: Tensor | None = None,
     ) -> None:
+        """The rows to write are in `write_offsets`, as for `KvCache.step`, or physical ones."""
         self._cache, self._table = cache, cache.block_table
         self._slot, self._context = slot.int(), context_lens.int()
-        self._own = own.contiguous()
-        self._target = cache._physical(slot, write_offsets)
+        # Trees of one topology share a mask, which is not repeated for them.
+        self._own = own if own.stride()[1:] == (own.shape[2], 1) else own.contiguous()
+        if target is None:
+            assert write_offsets is not None
+            target = cache._physical(slot, write_offsets)
+        self._target = target
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As `TreeAttention.attend`, but products of 16-bit rows are 16-bit ones, summed wide."""

@@ -135,8 +135,9 @@ class StaticDrafts:
         real = place < count[:, None]
         chain = (place[:, None] >= place) & real[:, :, None]
         positions = base[:, None] + place
-        attention = self._attention(
-            slot, base, chain, torch.where(real, positions, -1), max_context
+        attention = layers_from(
+            self._cache.step_behind(slot, base, chain, max_context, count=count),
+            self._first_layer,
         )
         out = self._model.draft(
             buffers.pending_tokens[index],
@@ -168,13 +169,10 @@ class StaticDrafts:
             if level.inner is None:
                 break
             width, entries = level.sees.shape
-            row = torch.arange(entry, entries, dtype=torch.int32, device=tokens.device)
-            attention = self._attention(
-                slot,
-                context,
-                level.sees.expand(batch, -1, -1),
-                context[:, None] + row,
-                max_context,
+            sees = level.sees.expand(batch, -1, -1)
+            attention = layers_from(
+                self._cache.step_behind(slot, context, sees, max_context, first=entry),
+                self._first_layer,
             )
             hidden = self._model.draft(
                 tokens.index_select(1, level.inner),
@@ -185,12 +183,6 @@ class StaticDrafts:
             entry = entries
         buffers.tree_tokens[index] = tokens
         buffers.tree_scores[index] = scores
-
-    def _attention(
-        self, slot: Tensor, context: Tensor, own: Tensor, offsets: Tensor, max_context: int
-    ) -> AttentionStep:
-        step = self._cache.tree_step(slot, context, own, offsets, max_context)
-        return layers_from(step, self._first_layer)
 
 
 class LayersFrom:

@@ -20,6 +20,7 @@ from trtllm_treewy.model import FusedModel
 from trtllm_treewy.model.mlp import MLP, Experts
 from trtllm_treewy.model.norm import RMSNorm
 from trtllm_treewy.model.rotary import apply_rotary, rotary_frequencies, rotary_tables
+from trtllm_treewy.runtime.kv_cache import KvCache
 
 NAN = float("nan")
 MOE = dict(moe=True, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16)
@@ -218,3 +219,70 @@ def test_a_row_with_nan_fails_alone(kind):
     got = verified(model, trees, prompts)[1].hidden
     assert got[1].isnan().all()
     assert torch.equal(got[[0, 2]], want[[0, 2]])
+
+
+# ------------------------------------------------------------------ trees and pages
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 7, 40])
+def test_a_plan_of_trees_is_that_of_topology(nodes):
+    from trtllm_treewy import topology
+    from trtllm_treewy.triton_ops.trees import plan_trees
+
+    _, parents, counts = random_trees(5, nodes, seed=nodes)
+    context = torch.tensor([0, 3, 70000, 5, 9]).int()
+    mask, depth, positions = plan_trees(parents, counts, context)
+    want = topology.ancestor_mask(parents, counts)
+    assert torch.equal(mask, want)
+    assert torch.equal(depth, topology.node_depth(want))
+    assert torch.equal(positions, (context[:, None] + depth).long())
+
+
+def test_parents_that_go_round_end_a_path():
+    from trtllm_treewy.triton_ops.trees import plan_trees
+
+    parents = torch.tensor([[-1, 2, 1, 3]]).int()
+    mask, depth, _ = plan_trees(parents, torch.tensor([4]).int(), torch.tensor([0]).int())
+    assert depth.tolist() == [[0, 0, 1, 0]]
+    assert mask[0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+
+
+def paged_cache():
+    cache = KvCache(3, 20, 4, 2, 24, torch.float32, "cpu", 4, 24)
+    for slot, rows in ((1, 5), (0, 24), (2, 13), (1, 17)):
+        assert cache.try_reserve(slot, rows)
+    gen = torch.Generator().manual_seed(1)
+    for pool in (cache.k, cache.v):
+        pool.copy_(torch.randn(pool.shape, generator=gen))
+    return cache
+
+
+def test_rows_behind_a_context_are_those_of_the_table():
+    cache = paged_cache()
+    slot, base = torch.tensor([2, -1, 0, 1]).int(), torch.tensor([3, 4, 21, 14]).int()
+    count = torch.tensor([5, 5, 5, 2]).int()
+    index = torch.arange(5)
+    for first, counts in ((0, count), (2, None)):
+        got = cache._rows(slot, base, counts, 5, first)
+        offsets = base[:, None] + first + index
+        if counts is not None:
+            offsets = torch.where(index < counts[:, None], offsets, -1)
+        want = cache._physical(slot, offsets.long())
+        real = want < cache._sink
+        assert torch.equal(got[real], want[real])
+        assert (got[~real] >= cache._sink).all()
+        assert (got < cache.k.shape[2]).all()
+
+
+def test_compaction_is_that_of_torch(monkeypatch):
+    ours, theirs = paged_cache(), paged_cache()
+    slot, base = torch.tensor([2, -1, 0, 1]).int(), torch.tensor([3, 4, 10, 14]).int()
+    path = torch.tensor([[0, 2, 3, 6], [0, 1, 2, 3], [0, 1, 5, -1], [-1, -1, -1, -1]])
+    ours.compact(slot, path, base)
+    monkeypatch.setattr(triton_ops, "serves", lambda x: False)
+    before = theirs.k.clone()
+    theirs.compact(slot, path, base)
+    assert not torch.equal(theirs.k[:, :, : theirs._sink], before[:, :, : theirs._sink])
+    for name in ("k", "v"):
+        a, b = getattr(ours, name), getattr(theirs, name)
+        assert torch.equal(a[:, :, : ours._sink], b[:, :, : ours._sink])

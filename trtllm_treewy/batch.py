@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from . import topology
+from . import topology, triton_ops
 
 # Bytes at which the parts of one upload start: what kernels load at once.
 ALIGNMENT = 16
@@ -142,14 +142,25 @@ class TreeBatch:
         Attention, depths and positions, and acceptance use it. The operators `torch.ops.treewy.*`
         take `parents` and make their own plan of the trees (`op_inputs.py`).
         """
-        return topology.ancestor_mask(self.parents, self.num_nodes)
+        return self._plan[0]
 
     @cached_property
     def depth(self) -> Tensor:
         """int32 [batch, N], the root at 0."""
-        return topology.node_depth(self.ancestors)
+        return self._plan[1]
 
     @cached_property
     def positions(self) -> Tensor:
         """Rotary position of each node, by depth and never by index, int64 [batch, N]."""
-        return (self.context_lens[:, None] + self.depth).long()
+        return self._plan[2]
+
+    @cached_property
+    def _plan(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ancestors, depths and positions; one launch where there is a kernel."""
+        if triton_ops.runs_on(self.parents):
+            from .triton_ops.trees import plan_trees
+
+            return plan_trees(self.parents.contiguous(), self.num_nodes, self.context_lens)
+        ancestors = topology.ancestor_mask(self.parents, self.num_nodes)
+        depth = topology.node_depth(ancestors)
+        return ancestors, depth, (self.context_lens[:, None] + depth).long()

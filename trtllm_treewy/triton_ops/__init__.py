@@ -42,7 +42,12 @@ def processors(device: torch.device) -> tuple[int, int]:
 
 def serves(x: Tensor) -> bool:
     """Whether the kernels take tensors like `x`; if not, plain torch does the work."""
+    return isinstance(x, Tensor) and x.dtype in DTYPES and runs_on(x)
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether kernels run where `x` is, whatever its type."""
     # What stands in for tensors where a model is traced or exported, gets torch's own operators.
-    if not isinstance(x, Tensor) or x.dtype not in DTYPES or not (x.is_cuda or interpreted()):
+    if not isinstance(x, Tensor) or not (x.is_cuda or interpreted()):
         return False
     return installed() and not torch.compiler.is_compiling()

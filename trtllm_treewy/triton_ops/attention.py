@@ -83,7 +83,7 @@ def _opened(out, gate_ptr, at, mask, kind):
 def _attend(
     q_ptr, k_ptr, v_ptr, table_ptr, slot_ptr, base_ptr, own_ptr, gate_ptr, out_ptr, lse_ptr,
     factor, num_blocks, width, pool_rows, nq, entries, q_batch, q_node, q_head,
-    gate_batch, gate_node, gate_head, GATED: tl.constexpr,
+    own_batch, gate_batch, gate_node, gate_head, GATED: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -114,7 +114,7 @@ def _attend(
     v_head = v_ptr + h.to(tl.int64) * pool_rows * DIM
     q = q.to(k_ptr.dtype.element_ty)
     table = table_ptr + tl.maximum(slot, 0).to(tl.int64) * width
-    own = own_ptr + b.to(tl.int64) * nq * entries
+    own = own_ptr + b.to(tl.int64) * own_batch
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -294,7 +294,8 @@ def tree_attention(
             nobody attends.
         slot: int32 [B]; rows with -1 output zero.
         context_lens: int32 [B], rows that every query of a sequence attends.
-        own: bool [B, Nq, E], contiguous: whether a query attends row `context_lens + e`.
+        own: bool [B, Nq, E], each [Nq, E] contiguous: whether a query attends row
+            `context_lens + e`.
         scale: factor of the scores.
         page: rows of a block.
         num_blocks: blocks of the pool; the next one is the sink.
@@ -332,7 +333,7 @@ def tree_attention(
         q, k_pool, v_pool, block_table, slot, context_lens, own.view(torch.uint8),
         opens, part, lse,
         scale * 1.4426950408889634, num_blocks, block_table.shape[1], pool_rows, nq, own.shape[2],
-        q.stride(0), q.stride(1), q.stride(2), *gates, GATED=gate is not None,
+        q.stride(0), q.stride(1), q.stride(2), own.stride(0), *gates, GATED=gate is not None,
         KV_HEADS=kv_heads, GROUPS=groups, DIM=dim, BLOCK_D=max(16, block_d), PAGE=page,
         BLOCK_M=tiles.block_m, BLOCK_S=tiles.block_s, SPLITS=splits,
         PRECISION="ieee", num_warps=tiles.warps, num_stages=tiles.stages,
