@@ -205,6 +205,42 @@ def test_a_step_is_that_of_the_plain_model(monkeypatch, kind):
         torch.testing.assert_close(ours[:, :, :sink], theirs[:, :, :sink], rtol=1e-3, atol=1e-3)
 
 
+class Echo:
+    """One rank of two whose partial sums are whole: what it exchanges comes back, doubled."""
+
+    rank, ranks = 0, 2
+
+    def all_reduce(self, x):
+        return x * 2
+
+    def all_gather(self, x):
+        return x
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_rank_sums_before_it_norms(monkeypatch, kind):
+    model = tiny_model(1, tiny_config(**({} if kind == "dense" else MOE)))
+    for part in (model, model.model, *model.model.layers, *model.mtp.layers):
+        part.collectives = Echo()
+    prompts, trees = [[3, 4, 5], [9] * 11, [1, 2]], random_trees(4, 6)
+    nodes = torch.tensor([[5, 6], [7, 8]])
+    hidden = torch.randn(2, 2, model.config.hidden_size)
+    offsets, slot = torch.tensor([[3, 4], [11, 12]]), torch.tensor([0, 1]).int()
+    mask = torch.arange(14) < torch.tensor([[4, 5], [12, 13]])[..., None]
+    results = []
+    for rule in (triton_ops.serves, lambda x: False):
+        monkeypatch.setattr(triton_ops, "serves", rule)
+        executor, out = verified(model, trees, prompts)
+        for one in (0, 1):
+            assert executor.try_extend(one, 14)
+        drafted = executor.draft(nodes, hidden, offsets, slot, offsets, mask)
+        results.append((out.hidden, drafted.hidden))
+    real = torch.arange(6) < trees[2][:, None]
+    (ours, our_drafts), (theirs, their_drafts) = results
+    torch.testing.assert_close(ours[real], theirs[real], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(our_drafts, their_drafts, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_a_row_with_nan_fails_alone(kind):
     """CASES 9: a poisoned token in one tree leaves every other tree's bits as they are."""

@@ -15,8 +15,9 @@ from paged_attention_cases import make_case, unwritten_is_nan
 from paged_prompt_cases import make_prompts
 
 from trtllm_treewy import triton_ops
-from trtllm_treewy.model.mlp import Experts
+from trtllm_treewy.model.mlp import MLP, Experts
 from trtllm_treewy.model.norm import RMSNorm, RMSNormGated
+from trtllm_treewy.model.rotary import apply_rotary, rotary_frequencies, rotary_tables
 from trtllm_treewy.runtime.kv_cache import KvCache, PagedAttention
 
 pytestmark = pytest.mark.gpu
@@ -127,6 +128,64 @@ def test_experts(tokens, dtype):
         got = block(x, weights, experts)
     want = Experts.forward(block.double(), x.double(), weights.double(), experts.long())
     torch.testing.assert_close(got.double(), want, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 4, 13, 32])
+def test_few_experts(tokens, dtype):
+    """The shared expert among the others, and one expert that all tokens have."""
+    from trtllm_treewy.triton_ops.moe_few import run_few_experts
+
+    num_experts, hidden, inner, top = 64, 2048, 512, 8
+    block, shared = Experts(num_experts, hidden, inner), MLP(hidden, inner)
+    for parameter in (*block.parameters(), *shared.parameters()):
+        parameter.requires_grad_(False).normal_(0, parameter.shape[-1] ** -0.5)
+    block, shared = block.to("cuda", dtype), shared.to("cuda", dtype)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
+    ids = torch.stack([torch.randperm(num_experts - 1)[:top] for _ in range(tokens)]).cuda() + 1
+    ids[:, 3] = 0
+    weights = torch.rand(tokens, top, device="cuda").to(dtype)
+    gate_up = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
+    with unwritten_is_nan():
+        got = run_few_experts(
+            x, weights, ids.int(), block.gate_up_proj, block.down_proj, gate_up,
+            shared.down_proj.weight,
+        )  # fmt: skip
+    wide = x.double()
+    want = Experts.forward(block.double(), wide, weights.double(), ids)
+    torch.testing.assert_close(got[:, :-1].double().sum(1), want, **CLOSE[dtype])
+    torch.testing.assert_close(got[:, -1].double(), shared.double()(wide), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_heads_are_placed(dtype):
+    """Far positions too, where the angle of a rotation is taken from a large float32."""
+    from trtllm_treewy.triton_ops.heads import place_heads
+
+    heads, kv_heads, dim, rotary = 16, 2, 256, 64
+    sizes = [heads * 2 * dim, kv_heads * dim, kv_heads * dim]
+    packed = torch.randn(5, sum(sizes), device="cuda", dtype=dtype)
+    positions = torch.tensor([0, 1, 4097, 150000, 262143], device="cuda")
+    weights = [torch.randn(dim, device="cuda", dtype=dtype) for _ in range(2)]
+    pools = torch.zeros(2, kv_heads, 9, dim, device="cuda", dtype=dtype)
+    target = torch.tensor([3, 1, 5, 7, 0], device="cuda")
+    frequencies = rotary_frequencies(rotary, 1e7, packed.device)
+    with unwritten_is_nan():
+        q = place_heads(
+            packed, (weights[0], 1e-6), (weights[1], 1e-6), frequencies, positions, target,
+            *pools, heads,
+        )  # fmt: skip
+    norms = [RMSNorm(dim, 1e-6).to("cuda", dtype).requires_grad_(False) for _ in range(2)]
+    for norm, weight in zip(norms, weights, strict=True):
+        norm.weight.copy_(weight)
+    parts = packed.split(sizes, -1)
+    tables = rotary_tables(positions, rotary, 1e7, dtype)
+    want = apply_rotary(norms[0](parts[0].unflatten(-1, (heads, 2, dim))[:, :, 0]), *tables)
+    keys = apply_rotary(norms[1](parts[1].unflatten(-1, (kv_heads, dim))), *tables)
+    torch.testing.assert_close(q, want, **CLOSE[dtype])
+    torch.testing.assert_close(pools[0][:, target], keys.transpose(0, 1), **CLOSE[dtype])
+    values = parts[2].unflatten(-1, (kv_heads, dim)).transpose(0, 1)
+    assert torch.equal(pools[1][:, target], values)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
