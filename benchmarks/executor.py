@@ -45,7 +45,7 @@ KINDS = {
     "GDN verify": ("tree_verify",),
     "GDN commit": ("update_states", "commit_inputs", "append_paths", "_history"),
     "conv": ("conv",),
-    "attention": ("_attend", "_combine", "_append"),
+    "attention": ("_attend", "_combine", "_append", "_place_heads"),
     "experts": ("_gate_up", "_down", "_route", "_count", "_sort"),
     "best tokens": ("_partial", "_merge", "greedy_accept", "reduce_kernel"),
     "norms": ("_rms", "_gated"),

@@ -41,7 +41,7 @@ def _turned(
 
 
 @triton.jit
-def _place(
+def _place_heads(
     packed_ptr, q_weight_ptr, k_weight_ptr, frequency_ptr, position_ptr, target_ptr,
     q_ptr, k_pool, v_pool, packed_row, pool_rows, q_eps, k_eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
@@ -104,7 +104,7 @@ def place_heads(
     tokens = packed.shape[0]
     q = torch.empty(tokens, heads, dim, dtype=packed.dtype, device=packed.device)
     if tokens:
-        _place[(tokens, heads + 2 * kv_heads)](
+        _place_heads[(tokens, heads + 2 * kv_heads)](
             packed, q_norm[0], k_norm[0], frequencies, positions, target, q, k_pool, v_pool,
             packed.stride(0), pool_rows, q_norm[1], k_norm[1],
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=triton.next_power_of_2(dim),

@@ -25,7 +25,7 @@ def _rms(x_ptr, weight_ptr, out_ptr, heads, x_row, x_head, dim, eps, SIZE: tl.co
 
 
 @triton.jit
-def _add(
+def _add_rms(
     x_ptr, y_ptr, shared_ptr, gate_ptr, weight_ptr, sum_ptr, out_ptr, dim, eps,
     y_row, shared_row, gate_row, PARTS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def _add(
 
 
 @triton.jit
-def _pair(
+def _pair_rms(
     x_ptr, y_ptr, id_ptr, x_weight_ptr, y_weight_ptr, out_ptr, dim, eps,
     INDEXED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +154,7 @@ def add_rms_norm(
     total, out = torch.empty_like(x), torch.empty_like(x)
     if rows:
         # Eight warps from 2,048 channels on: a few rows leave the GPU empty, and wait for this.
-        _add[(rows,)](
+        _add_rms[(rows,)](
             x, y, x if shared is None else shared, x if gate is None else gate, weight, total, out,
             dim, eps, y.stride(0), 0 if shared is None else shared.stride(0),
             0 if gate is None else gate.stride(0),
@@ -183,7 +183,7 @@ def norm_pair(
     rows, dim = y.shape
     out = torch.empty(rows, 2 * dim, dtype=y.dtype, device=y.device)
     if rows:
-        _pair[(rows, 2)](
+        _pair_rms[(rows, 2)](
             x, y, x if ids is None else ids, x_weight, y_weight, out, dim, eps,
             INDEXED=ids is not None, SIZE=triton.next_power_of_2(dim), num_warps=_warps(dim),
         )  # fmt: skip
