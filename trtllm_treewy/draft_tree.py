@@ -403,8 +403,9 @@ def to_tree_batch(
         int32([*slots, *[-1] * pad_rows]),
         int32([*context_lens, *[0] * pad_rows]),
     ]
+    token_ids, parent_ids, counts, slot, context = upload_all(parts, torch.device(device))
     return TreeBatch(
-        *upload_all(parts, torch.device(device)), max_context=max(context_lens, default=0)
+        token_ids, parent_ids, counts, slot, context, max_context=max(context_lens, default=0)
     )
 
 
