@@ -13,14 +13,25 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoints import hf_config
-from engine_world import GraftingDrafter, make_engine, make_executor, make_request, run, tiny_config
+from engine_world import (
+    VOCAB,
+    GraftingDrafter,
+    make_engine,
+    make_executor,
+    make_request,
+    run,
+    tiny_config,
+)
 from test_cuda_graphs import TOPOLOGIES, agreeable, check, graph_engine, random_jobs
 
 from trtllm_treewy import LLM, SamplingParams
+from trtllm_treewy.batch import PrefillBatch, upload_all
+from trtllm_treewy.draft_tree import DraftTree, to_tree_batch
 from trtllm_treewy.model.dummy import dummy_model
 from trtllm_treewy.runtime.acceptance_law import accept_by_depth
 from trtllm_treewy.runtime.cuda_graphs import CudaGraphRunner, GraphSizes, RecordedCalls
 from trtllm_treewy.runtime.decode_graphs import GraphOptions
+from trtllm_treewy.runtime.tree_sampler import TreeSampler
 
 pytestmark = pytest.mark.gpu
 
@@ -126,6 +137,54 @@ def test_a_step_waits_for_the_device_once():
         torch.cuda.set_sync_debug_mode("default")
     assert engine.stats.steps == steps + 8
     assert engine.stats.executor_faults == 0
+
+
+@pytest.mark.parametrize("kind", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("commit", ["reconstruct", "deferred"])
+def test_a_prompt_step_does_not_wait_for_the_device(kind, commit):
+    """Prompts, what the drafter learns of them, and the first tokens, until these are asked for."""
+    executor = make_executor(make_model(torch.bfloat16, kind), state_commit=commit)
+    lengths, slots = [20, 7, 33], [2, 0, 3]
+    tokens = torch.randint(VOCAB, (60,)).tolist()
+    requests = [make_request(i, [1] * n, 4) for i, n in enumerate(lengths)]
+    sampler, device = TreeSampler(VOCAB, executor.device), executor.device
+
+    def step():
+        batch = PrefillBatch.pack(tokens, lengths, slots, [0, 0, 0], device)
+        output = executor.prefill(batch)
+        trees = [DraftTree.root_only(5) for _ in slots]
+        to_tree_batch(trees, slots, [n - 1 for n in lengths], device)
+        sampler._rows(requests)
+        executor.draft_extend(batch, output.hidden)
+        return output.logits
+
+    for slot, length in zip(slots, lengths, strict=True):
+        assert executor.try_allocate(slot, length)
+    step()  # compiles
+    for slot, length in zip(slots, lengths, strict=True):
+        executor.free(slot)
+        assert executor.try_allocate(slot, length)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logits = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert logits.isfinite().all()
+
+
+def test_parts_of_one_upload_arrive_whole_and_aligned():
+    parts = [
+        torch.arange(7),
+        torch.arange(3, dtype=torch.int32),
+        torch.zeros(0, dtype=torch.int64),
+        torch.tensor([[True, False, True]]),
+        torch.randn(2, 5),
+    ]
+    got = upload_all(parts, torch.device("cuda"))
+    for part, there in zip(parts, got, strict=True):
+        assert there.dtype == part.dtype
+        assert torch.equal(there.cpu(), part)
+        assert there.data_ptr() % 16 == 0
 
 
 def test_the_law_of_acceptance_under_graphs():
