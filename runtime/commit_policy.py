@@ -72,7 +72,7 @@ class StateShape:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Type of pseudo-values, decays and histories: float32, float64 for a float64 state."""
+        """Type of pseudo-values and decays: float32, float64 for a float64 state."""
         return torch.promote_types(self.state_dtype, torch.float32)
 
     def per_slot(self, *sizes: int, dtype: torch.dtype) -> Tensor:
@@ -314,6 +314,9 @@ class DeferredPolicy(ReconstructPolicy):
         shape, state, stash_dtype: as for `ReconstructPolicy`.
         history_capacity: accepted tokens a slot's history holds, at least the longest path of a
             tree (its depth + 1).
+
+    A history is made of what verification left, to the bit: pseudo-values in the stash's type, and
+    raw keys where the activations have 16 bits.
     """
 
     name = "deferred"
@@ -330,8 +333,10 @@ class DeferredPolicy(ReconstructPolicy):
             raise ValueError(f"history_capacity must be >= 1, got {history_capacity}")
         self.history_capacity = history_capacity
         dtype, size = shape.compute_dtype, history_capacity
-        self._history_u = shape.per_slot(size, shape.value_heads, shape.value_dim, dtype=dtype)
-        self._history_k = shape.per_slot(size, shape.key_heads, shape.key_dim, dtype=dtype)
+        of_k = shape.activation_dtype if shape.activation_dtype.itemsize == 2 else dtype
+        of_u = self._u.dtype
+        self._history_u = shape.per_slot(size, shape.value_heads, shape.value_dim, dtype=of_u)
+        self._history_k = shape.per_slot(size, shape.key_heads, shape.key_dim, dtype=of_k)
         self._history_g = shape.per_slot(size, shape.value_heads, dtype=dtype)
         self._history_len = torch.zeros(shape.slots, dtype=torch.int32, device=shape.device)
 

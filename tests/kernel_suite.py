@@ -94,6 +94,14 @@ def wide(*tensors):
     return [x.double() if x.is_floating_point() else x for x in tensors]
 
 
+def wide_history(history):
+    """Pools of a history in float64, where keys are normalised; those of 16 bits are raw."""
+    if not history:
+        return []
+    u, k, g, length = wide(*history)
+    return [u, reference.l2norm(k) if history[1].dtype.itemsize == 2 else k, g, length]
+
+
 class TreeCase:
     """One layer's batch of trees, with float64 truth of verification."""
 
@@ -124,7 +132,7 @@ class TreeCase:
     def truth(self, layer=0, history=()):
         """out, u and g in float64."""
         inputs = wide(*self.raw[layer].values(), self.state[layer])
-        return treewy.tree_verify(*inputs, *self.trees, *wide(*history))
+        return treewy.tree_verify(*inputs, *self.trees, *wide_history(history))
 
     def stash(self, u_dtype=F32):
         """u and g of all layers in float32, as a verify leaves them, and the raw keys."""
@@ -150,14 +158,20 @@ def run_verify(machine, case, *, layer=0, pad=None, history=(), raw=None):
     return machine.call("tree_verify", *inputs, *rest)
 
 
-def random_history(case, capacity):
-    """Histories [slots, H, ...] of one layer with lengths from 0 to H, junk behind them."""
+def random_history(case, capacity, *, stash=None):
+    """Histories [slots, H, ...] of one layer with lengths from 0 to H, junk behind them.
+
+    `stash`: u in this type and keys raw where they have 16 bits, as verification leaves them; else
+    all in float32.
+    """
     gen, dims, slots = case.gen, case.dims, case.state.shape[1]
     u = torch.randn(slots, capacity, dims.value_heads, dims.value_dim, generator=gen)
     k = torch.randn(slots, capacity, dims.key_heads, dims.key_dim, generator=gen)
     g = -2 * torch.rand(slots, capacity, dims.value_heads, generator=gen)
     length = torch.randint(0, capacity + 1, (slots,), generator=gen).int()
-    u, k = u.float(), reference.l2norm(k).float()
+    key_dtype = case.raw[0]["k"].dtype
+    k = (3 * k).to(key_dtype) if stash and key_dtype != F32 else reference.l2norm(k).float()
+    u = u.to(stash or F32)
     for slot, used in enumerate(length.tolist()):
         for x in (u, k, g):
             x[slot, used:] = float("nan")
@@ -576,13 +590,20 @@ def check_commit_poison(machine, case):
     assert all(same_bits(state, states[0]) for state in states[1:])
 
 
-def check_deferred(machine, case, *, capacity, steps=6):
-    """Step after step the histories and states of the float64 reference; then all of it flushed."""
+def check_deferred(machine, case, *, capacity, steps=6, stash=None):
+    """Step after step the histories and states of the float64 reference; then all of it flushed.
+
+    `stash`: type of u in a history of what verification leaves, see `random_history`.
+    """
     dims, slots = case.dims, case.state.shape[1]
-    shapes = ((dims.value_heads, dims.value_dim), (dims.key_heads, dims.key_dim), ())
+    u_dtype, k_dtype = (stash, case.raw[0]["k"].dtype) if stash else (F32, F32)
     ours, truth = [], []
-    for shape in (*shapes[:2], (dims.value_heads,)):
-        pool = torch.full((case.layers, slots, capacity, *shape), float("nan"))
+    for shape, dtype in (
+        ((dims.value_heads, dims.value_dim), u_dtype),
+        ((dims.key_heads, dims.key_dim), k_dtype),
+        ((dims.value_heads,), F32),
+    ):
+        pool = torch.full((case.layers, slots, capacity, *shape), float("nan"), dtype=dtype)
         ours.append(machine.put(pool))
         truth.append(torch.zeros_like(pool, dtype=F64))
     ours.append(machine.put(torch.zeros(slots, dtype=torch.int32)))
@@ -594,15 +615,19 @@ def check_deferred(machine, case, *, capacity, steps=6):
             while len(path_of(case.parents, row, int(accepted[row]))) > capacity:
                 accepted[row] = case.parents[row, accepted[row]]
         accepted[step % len(accepted)] = -1
-        u, k, g = case.stash()
+        u, k, g = case.stash(u_dtype)
         treewy.commit_deferred(exact, *truth, *case.trees, accepted, *wide(u, k, g))
         tree = [machine.put(x) for x in (*case.trees, accepted)]
         machine.call("commit_deferred", state, *ours, *tree, *(machine.put(x) for x in (u, k, g)))
         assert torch.equal(ours[3].cpu(), truth[3])
         used = torch.arange(capacity) < truth[3][:, None]
         for name, mine, there in zip("ukg", ours, truth, strict=False):
-            if used.any():
-                machine.close(f"history {name}", mine.cpu()[:, used], there[:, used])
+            if not used.any():
+                continue
+            kept = mine.cpu()[:, used]
+            if name == "k" and k_dtype.itemsize == 2:
+                kept = reference.l2norm(kept.double())
+            machine.close(f"history {name}", kept, there[:, used], tolerance=TOLERANCE[F32])
     case_live = case.live_slots
     kind, tolerance = f"deferred {str(state.dtype)[6:]}", _over_steps(state)
     machine.close(kind, state.cpu()[:, case_live], exact[:, case_live], tolerance=tolerance)
@@ -809,6 +834,8 @@ class Decoder:
     policy: str  # reconstruct, deferred, or inputs (reconstruct from that stash)
     capacity: int = 8
     state_dtype: torch.dtype = F32
+    dtype: torch.dtype = F32  # of the activations
+    u_dtype: torch.dtype = F32  # of stash and history
 
     def __post_init__(self):
         self.gen = generator(5)
@@ -819,10 +846,11 @@ class Decoder:
         self.exact = start[0].double()[self.slot.long()]
         self.plain = self.exact.to(F32)
         dims = self.dims
+        entries = (1, slots, self.capacity)
         self.history = [
-            torch.zeros(1, slots, self.capacity, dims.value_heads, dims.value_dim),
-            torch.zeros(1, slots, self.capacity, dims.key_heads, dims.key_dim),
-            torch.zeros(1, slots, self.capacity, dims.value_heads),
+            torch.zeros(*entries, dims.value_heads, dims.value_dim, dtype=self.u_dtype),
+            torch.zeros(*entries, dims.key_heads, dims.key_dim, dtype=self.dtype),
+            torch.zeros(*entries, dims.value_heads),
             torch.zeros(slots, dtype=torch.int32),
         ]
         self.history = [self.machine.put(x) for x in self.history]
@@ -858,14 +886,16 @@ class Decoder:
             return self.step_from_inputs(accept)
         gen, machine = self.gen, self.machine
         parents, num_nodes = random_trees(gen, self.batch, self.nodes, full=True)
-        raw = projections(gen, self.dims, self.batch, self.nodes, dtype=F32)
+        raw = projections(gen, self.dims, self.batch, self.nodes, dtype=self.dtype)
+        raw["A_log"], raw["dt_bias"] = raw["A_log"].float(), raw["dt_bias"].float()
         accepted = accept(parents, num_nodes)
         tree = [machine.put(x) for x in (self.slot, parents, num_nodes)]
         inputs = [machine.put(x) for x in raw.values()]
-        history = []
+        history = [None] * 4
         if self.policy == "deferred":
             history = [x[0] for x in self.history[:3]] + self.history[3:]
-        out, u, g = machine.call("tree_verify", *inputs, self.state[0], *tree, *history)
+        args = (*inputs, self.state[0], *tree, *history, self.u_dtype)
+        out, u, g = machine.call("tree_verify", *args)
         stash = u[None], inputs[1][None], g[None]
         goal = *tree, machine.put(accepted)
         if self.policy == "deferred":
@@ -926,6 +956,27 @@ def check_drift(machine, mode, *, steps, dims, policy="reconstruct"):
     allowed = max(2 * plain, 5e-7)
     error = relative_error(ours, decoder.exact)
     assert error <= allowed, f"{error:.1e} after {steps} steps, plain decoding has {plain:.1e}"
+
+
+def check_drift_in_bfloat16(machine, *, steps, dims):
+    """A history in bfloat16 beside a bfloat16 state: within 10% of commits with u in float32.
+
+    Its pseudo-values are rounded, but the state is rounded seldom; most of either error is the
+    last rounding of the state.
+    """
+    kinds = {"reconstruct": F32, "deferred": BF16}
+    errors = {}
+    for policy, u_dtype in kinds.items():
+        decoder = Decoder(
+            machine, dims, batch=3, nodes=5, policy=policy, capacity=16, state_dtype=BF16,
+            dtype=BF16, u_dtype=u_dtype,
+        )  # fmt: skip
+        accept = accept_any(generator(3))
+        for _ in range(steps):
+            decoder.step(accept)
+        errors[policy] = relative_error(decoder.committed(), decoder.exact)
+    machine.errors["drift bfloat16 deferred"] = errors["deferred"]
+    assert errors["deferred"] <= 1.1 * errors["reconstruct"], errors
 
 
 def check_policies_agree(machine, *, steps, dims):

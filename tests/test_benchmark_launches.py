@@ -89,7 +89,7 @@ def test_commits(bench, state):
 def test_steps_of_both_policies_over_a_whole_period(bench, state):
     for operation in ("step_reconstruct", "step_deferred"):
         case = Case(operation, state, "tree", 16, BATCH)
-        assert measure(bench, case, deferred.time_step) == 60.0 / 4 / 2
+        assert measure(bench, case, deferred.time_step) == 60.0 / 8 / 2
 
 
 def test_a_period_without_its_commits_is_refused(bench, monkeypatch):

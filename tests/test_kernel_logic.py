@@ -82,8 +82,41 @@ def test_verify_equals_the_reference(host, nodes, types):
             decay=decay, shape=("random", "chain", "levels")[index], batch=2, pads=index % 2,
         )  # fmt: skip
         suite.check_verify(host, case, pad=((0, 0), (8, 1), (1, 1))[index])
-        history = suite.random_history(case, (3, 16, 18)[index])
-        suite.check_verify(host, case, history=history)
+        for stash in (None, types[1]):
+            history = suite.random_history(case, (3, 16, 18)[index], stash=stash)
+            suite.check_verify(host, case, history=history)
+
+
+@pytest.mark.parametrize("types", [x for x in TYPES if x[0] != F32], ids=types_id)
+@pytest.mark.parametrize("capacity", [1, 16, 32])
+def test_verify_with_a_short_history(host, host_library, capacity, types):
+    """The kernel for K = 128 and inputs of 16 bits, by both tiles."""
+    for index, nodes in enumerate((5, 16)):
+        case = TreeCase(
+            capacity + nodes, Dims(1, 2, 128, 128), nodes, dtype=types[0], state_dtype=types[1],
+            decay=DECAYS[(capacity + index) % 3], batch=3, pads=index,
+        )  # fmt: skip
+        history = suite.random_history(case, capacity, stash=types[1])
+        for tile in (1, 2):
+            with suite.verify_tile(host_library, tile):
+                suite.check_verify(host, case, pad=(8, 8), history=history)
+
+
+def test_infinities_of_a_history_reach_no_other_row(host):
+    """They are in the state that every node starts from: all outputs of their rows of V are NaN."""
+    case = TreeCase(2, Dims(1, 2, 128, 128), 9, dtype=BF16, state_dtype=BF16, batch=2, slots=3)
+    u, k, g, length = suite.random_history(case, 20, stash=BF16)
+    length[:] = 18
+    for x in (u, k, g):
+        x[:] = 0.1 * torch.ones_like(x) if x is not g else -0.1
+    u[case.slot[0], 17, 1, 5] = float("inf")
+    out, mine, _ = suite.run_verify(host, case, history=(u, k, g, length))
+    clean = torch.ones_like(out, dtype=torch.bool)
+    clean[0, :, 1, 5] = False
+    assert out[clean].isfinite().all()
+    assert mine[clean].isfinite().all()
+    real = int(case.num_nodes[0])
+    assert not out[0, :real, 1, 5].isfinite().any()
 
 
 def test_verify_with_either_stash_has_the_same_outputs(host):
@@ -226,6 +259,13 @@ def test_deferred_commit_equals_the_reference(host, capacity, state_dtype):
     dims = (DIMS[2], Dims(1, 2, 256, 48), DIMS[0])[capacity % 3]
     case = TreeCase(capacity, dims, 12, state_dtype=state_dtype, layers=2, pads=1)
     suite.check_deferred(host, case, capacity=capacity)
+    for dtype in (BF16, F16):
+        case = TreeCase(capacity, dims, 12, dtype=dtype, state_dtype=state_dtype, layers=2, pads=1)
+        suite.check_deferred(host, case, capacity=capacity, stash=state_dtype)
+
+
+def test_histories_in_bfloat16_do_not_drift(host):
+    suite.check_drift_in_bfloat16(host, steps=20, dims=Dims(1, 1, 128, 128))
 
 
 def test_a_path_longer_than_the_history_is_left_alone(host):

@@ -460,7 +460,7 @@ def test_verify_equals_the_reference(host, nodes, types):
             decay=decay, shape=("random", "chain", "levels")[index], batch=2, pads=index % 2,
         )  # fmt: skip
         suite.check_verify(host, case)
-        suite.check_verify(host, case, history=suite.random_history(case, 5))
+        suite.check_verify(host, case, history=suite.random_history(case, 5, stash=F32))
 
 
 def test_verify_selects_poison_away(host):
@@ -523,7 +523,7 @@ def test_rows_that_cannot_move_are_counted_and_keep_their_state(host):
 
 def test_the_deferred_commit(host):
     case = TreeCase(5, DIMS[2], 6, layers=2)
-    suite.check_deferred(host, case, capacity=6, steps=4)
+    suite.check_deferred(host, case, capacity=6, steps=4, stash=F32)
     case = TreeCase(1, DIMS[2], 5, layers=2, shape="chain", full=True)
     case.accepted[:] = torch.tensor([4, 1, 3])
     suite.check_too_long_for_history(host, case)

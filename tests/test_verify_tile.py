@@ -33,6 +33,34 @@ def test_few_blocks_are_cut_small_and_many_large(ask):
     ]
 
 
+def test_short_histories_leave_room_for_four_blocks(ask):
+    """32 entries with raw keys of 16 bits; u in bfloat16 beside a bfloat16 state."""
+    of_multiprocessor = H200_BLOCK + 1024
+    for state_bytes, u_bytes, terms, tile in ((2, 2, 2, ROWS_128), (4, 4, 3, ROWS_64)):
+        shape = f"VerifyShape{{128, 128, 16, 32, 2, {state_bytes}, {terms}, {u_bytes}, 2}}"
+        layout = f"choose_layout({shape}, {tile}, true, {H200_BLOCK})"
+        taken, total = ask(f"{layout}.short_history", f"{layout}.total")
+        assert taken
+        assert 4 * (total + 1024) <= of_multiprocessor
+    left = (
+        "{128, 128, 17, 32, 2, 2, 2, 2, 2}, 2",  # two node blocks
+        "{128, 128, 16, 33, 2, 2, 2, 2, 2}, 2",  # a long history
+        "{128, 128, 16, 32, 2, 2, 2, 2, 4}, 2",  # keys in float32
+        "{64, 128, 16, 32, 2, 2, 2, 2, 2}, 2",
+        "{128, 128, 16, 32, 2, 4, 3, 4, 2}, 2",  # a float32 state, wide
+        "{128, 128, 16, 0, 2, 2, 2, 2, 2}, 2",
+    )
+    assert not any(ask(*(f"has_short_history(VerifyShape{x})" for x in left)))
+
+
+def test_the_short_layout_begins_alike_for_all_capacities(ask):
+    """The kernel knows it at compile time, but for what comes last."""
+    layouts = [f"short_layout({{128, 128, 16, {n}, 2, 4, 3, 4, 2}}, 64)" for n in (1, 32)]
+    names = ("keys", "weights", "queries", "values", "dense", "history_sum", "beta", "history_u")
+    first, second = (ask(*(f"{layout}.{name}" for name in names)) for layout in layouts)
+    assert first == second
+
+
 def test_a_float32_state_is_wide_for_few_nodes_alone(ask):
     many = [choice(64, nodes, state_bytes=4) for nodes in (1, 8, 9, 40)]
     assert ask(*many) == [ROWS_128, ROWS_128, ROWS_64, ROWS_64]

@@ -15,7 +15,7 @@ from typing import Any
 
 LIBRARY_NAME = "libtreewy.so"
 LIBRARY_VARIABLE = "TREEWY_LIBRARY"
-VERSION = 2
+VERSION = 3
 
 MAX_NODES = 128
 MAX_HEAD_DIM = 256
@@ -88,6 +88,8 @@ class History(ctypes.Structure):
         ("k_stride", _strides(2)),
         ("g_stride", _strides(2)),
         ("capacity", c_int32),
+        ("u_dtype", c_int32),
+        ("k_dtype", c_int32),
         ("reserved", c_int32),
     ]
 

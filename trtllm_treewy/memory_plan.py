@@ -275,7 +275,8 @@ def plan(
     kv_per_layer = 2 * config.num_key_value_heads * config.head_dim * kv_bytes
     window = config.linear_conv_kernel_dim - 1
     conv_inputs = config.conv_dim * activation_bytes
-    entry = 4 * (config.value_dim + config.key_dim + heads)
+    key_bytes = 2 if activation_bytes == 2 else 4
+    entry = config.value_dim * stash_bytes + config.key_dim * key_bytes + 4 * heads
     conv_state = layers * window * config.conv_dim * activation_bytes
     return MemoryPlan(
         num_nodes=nodes,

@@ -171,7 +171,8 @@ def commit_deferred(
     Args:
         state: [L, slots, HV, V, K], written only where a history is folded in.
         history_u: [L, slots, H, HV, V].
-        history_k: [L, slots, H, HK, K], filled with normalised keys.
+        history_k: [L, slots, H, HK, K], filled with normalised keys; in a 16-bit type, which is
+            then that of k, with raw ones.
         history_g: [L, slots, H, HV], each entry's own log decay.
         history_len: int32 [slots], shared by the layers.
         slot, parents, num_nodes, accepted, u, k, g: as for `commit`.
@@ -219,7 +220,9 @@ def _check_deferred(
     op = "commit_deferred"
     Commit(slot, parents, num_nodes, accepted).check(op, state.device)
     Stash(u, k, g).check(op, state, parents.shape)
-    History(history_u, history_k, history_g, history_len).check(op, state, k.shape[3])
+    history = History(history_u, history_k, history_g, history_len)
+    history.check(op, state, k.shape[3])
+    history.check_keys(op, k)
 
 
 def _path_lengths(goal: Commit, plan: TreePlan) -> Tensor:
@@ -241,7 +244,7 @@ def _append(history: History, goal: Commit, plan: TreePlan, writes: Writes, stas
     index = (writes.slots.repeat_interleave(paths.shape[1])[entries], at.flatten()[entries])
     dtype = compute_dtype(history.u)
     for layer in range(stash.u.shape[0]):
-        news = stash.along(layer, writes.rows, paths, dtype)
+        news = stash.along(layer, writes.rows, paths, dtype, not history.keeps_raw_keys)
         for pool, new in zip(history[:3], news, strict=True):
             write_entries(pool[layer], index, new.flatten(0, 1)[entries], keep)
     writes.into(history.length, length + valid.sum(-1))
@@ -256,7 +259,7 @@ def _fold(state: Tensor, history: History, slot: Tensor, active: Tensor) -> None
     for layer, pool in enumerate(state):
         u, k, g = (x[layer].index_select(0, writes.slots).to(dtype) for x in history[:3])
         before = pool.index_select(0, writes.slots).to(dtype)
-        entries = reference.History(u, k, g, history.length[writes.slots])
+        entries = history.entries(u, k, g, history.length[writes.slots])
         writes.into(pool, reference.fold_history(before, entries))
     writes.into(history.length, torch.zeros_like(writes.slots))
 

@@ -74,12 +74,20 @@ class Projections(NamedTuple):
 
 
 class History(NamedTuple):
-    """The pools of the deferred commit, of one layer or of all."""
+    """The pools of the deferred commit, of one layer or of all.
+
+    Keys in a 16-bit type are raw, to the bit what verification took, and normalised where they are
+    used; in a wider type they are L2-normalised.
+    """
 
     u: Tensor
     k: Tensor
     g: Tensor
     length: Tensor
+
+    @property
+    def keeps_raw_keys(self) -> bool:
+        return self.k.dtype.itemsize == 2
 
     @classmethod
     def from_optional(cls, op: str, *tensors: Tensor | None) -> History | None:
@@ -115,7 +123,19 @@ class History(NamedTuple):
             if longest == 0:
                 return None
         u, k, g = (read_rows(x[:, :longest], slot).to(dtype) for x in (self.u, self.k, self.g))
-        return reference.History(u, k, g, length)
+        return self.entries(u, k, g, length)
+
+    def entries(self, u: Tensor, k: Tensor, g: Tensor, length: Tensor) -> reference.History:
+        """What was read from these pools, keys normalised."""
+        return reference.History(u, reference.l2norm(k) if self.keeps_raw_keys else k, g, length)
+
+    def check_keys(self, op: str, k: Tensor) -> None:
+        """Raises ValueError unless the pool can hold the keys `k`, which are raw."""
+        if self.keeps_raw_keys and self.k.dtype != k.dtype:
+            raise ValueError(
+                f"treewy::{op}: history_k in {self.k.dtype} holds raw keys of that type, got k in "
+                f"{k.dtype}"
+            )
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,17 @@ class Stash(NamedTuple):
         expect(op, "g", self.g, f"{lead}, HV", (*front, heads), device=device)
 
     def along(
-        self, layer: int, rows: Tensor, paths: Tensor, dtype: torch.dtype
+        self,
+        layer: int,
+        rows: Tensor,
+        paths: Tensor,
+        dtype: torch.dtype,
+        normalize: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """u, normalised k and g along the paths of the rows, [R, P, ...]."""
+        """u, k (raw if told so) and g along the paths of the rows, [R, P, ...]."""
         at = (rows[:, None], paths.clamp(min=0))
         u, k, g = (x[layer][at].to(dtype) for x in self)
-        return u, reference.l2norm(k), g
+        return u, reference.l2norm(k) if normalize else k, g
 
 
 class InputStash(NamedTuple):

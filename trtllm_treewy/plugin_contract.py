@@ -208,8 +208,8 @@ def _history(*lead: str, in_place: bool = False) -> tuple[TensorSpec, ...]:
         return TensorSpec(name, shape, kind, _DEFERRED, name if in_place else None)
 
     return (
-        spec("history_u", (*lead, "slots", "H", "HV", "V"), "float32"),
-        spec("history_k", (*lead, "slots", "H", "HK", "K"), "float32"),
+        spec("history_u", (*lead, "slots", "H", "HV", "V"), "stash"),
+        spec("history_k", (*lead, "slots", "H", "HK", "K"), "activation"),
         spec("history_g", (*lead, "slots", "H", "HV"), "float32"),
         spec("history_len", ("slots",), "int32"),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 STATES = ("bf16", "fp32")
 PATH = 4  # accepted nodes of a commit
-HISTORY = 16  # entries of a history of the deferred commit
+HISTORY = 32  # entries of a history of the deferred commit
 PROMPT = 512  # tokens
 
 NODES = (1, 2, 4, 8, 15, 16, 24, 32, 40, 64, 96, 128)
@@ -124,8 +124,8 @@ def commit_cases(quick: bool) -> list[Case]:
 def step_cases(quick: bool) -> list[Case]:
     """Whole steps, verification and commit, by policy."""
     return [
-        Case(operation, state, "tree", 16, batch)
-        for state in STATES
+        Case(operation, state, "tree", 16, batch, stash)
+        for state, stash in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))
         for batch in ((64,) if quick else (8, 64, 128))
         for operation in ("step_reconstruct", "step_deferred")
     ]

@@ -16,11 +16,11 @@ from .bench import Bench
 from .cases import HISTORY, PATH, Case
 from .clock import Call
 from .commits import Errors, commit_params, slots_for
-from .layer import Layer, new_pool, set_strides
+from .layer import CODES, Layer, new_pool, set_strides
 
 
 class Histories:
-    """Histories of all layers: float32, `PATH` random entries a slot.
+    """Histories of all layers in the stash's types: `PATH` random entries a slot.
 
     Attributes:
         u [L, slots, H, HV, V], k [L, slots, H, HK, K], g [L, slots, H, HV], length int32 [slots].
@@ -29,9 +29,9 @@ class Histories:
     def __init__(self, layer: Layer, capacity: int) -> None:
         dims, (layers, slots) = layer.dims, layer.pool.shape[:2]
         shape = (layers, slots, capacity)
-        self.u = torch.randn(*shape, dims.value_heads, dims.value_dim, device=layer.device)
-        keys = torch.randn(*shape, dims.key_heads, dims.key_dim, device=layer.device)
-        self.k = keys.div_(keys.norm(dim=-1, keepdim=True))
+        stash, to = layer.g if layer.u is None else layer.u, {"device": layer.device}
+        self.u = torch.randn(*shape, dims.value_heads, dims.value_dim, dtype=stash.dtype, **to)
+        self.k = torch.randn(*shape, dims.key_heads, dims.key_dim, dtype=layer.k.dtype, **to)
         self.g = torch.rand(*shape, dims.value_heads, device=layer.device).neg_()
         self.length = torch.empty(slots, dtype=torch.int32, device=layer.device)
         self.capacity = capacity
@@ -43,6 +43,7 @@ class Histories:
     def params(self, layer: int = 0) -> cuda_library.History:
         """From this layer on; verification reads one layer, the commit all."""
         params = cuda_library.History(length=self.length.data_ptr(), capacity=self.capacity)
+        params.u_dtype, params.k_dtype = CODES[self.u.dtype], CODES[self.k.dtype]
         for name in ("u", "k", "g"):
             tensor = getattr(self, name)
             setattr(params, name, tensor[layer].data_ptr())

@@ -14,7 +14,6 @@ from .cases import HISTORY, PATH, Case, Dims, parents_of
 
 ELEMENT = {"bf16": 2, "fp32": 4, "none": 0, "snapshots": 0, "": 0}
 ACTIVATION = 2
-STASH_OF_STEP = "fp32"
 
 
 @dataclass(frozen=True)
@@ -104,17 +103,17 @@ def step_work(dims: Dims, case: Case) -> Work:
     """A step of all layers: verification, and the policy's commit of a path of `PATH` nodes.
 
     Deferred: on average the history of a step is read, a path is appended, and every
-    HISTORY / PATH steps the history is folded into the state.
+    HISTORY / PATH steps the history is folded into the state. It holds u as the stash does, and raw
+    keys.
     """
     verify = verify_work(dims, case).scaled(dims.layers)
-    path = Case("commit", case.state, "chain", PATH, case.batch, STASH_OF_STEP)
+    path = Case("commit", case.state, "chain", PATH, case.batch, case.stash)
     if case.operation == "step_reconstruct":
         return verify + commit_work(dims, path)
-    entry = 4 * (dims.value_heads * (dims.value_dim + 1) + dims.key_heads * dims.key_dim)
+    entry = stash_bytes(dims, case.stash, 1) + ACTIVATION * dims.key_heads * dims.key_dim
     period = HISTORY // PATH
     held = (1 + period) / 2 * PATH  # entries that a verification finds, on average
-    append = PATH * (entry + ACTIVATION * dims.key_heads * dims.key_dim)
-    append += stash_bytes(dims, STASH_OF_STEP, PATH)
+    append = 2 * PATH * entry
     fold = 2 * dims.state_elements * ELEMENT[case.state] + HISTORY * entry
     moved = held * entry + append + fold / period
     products = (held * case.nodes * 4 + 2 * PATH) * dims.value_heads * dims.value_dim

@@ -190,7 +190,9 @@ def _commit_goals(results: Results) -> Iterator[Goal]:
     yield at_most("commit of 4 nodes, all layers: time over the floor", 1.2, values)
     shares = []
     for row in results.find(operation="step_deferred", nodes=16, batch=64):
-        whole = results.us(operation="step_reconstruct", state=row.case.state, nodes=16, batch=64)
+        case = row.case
+        alike = {"state": case.state, "stash": case.stash, "nodes": 16, "batch": 64}
+        whole = results.us(operation="step_reconstruct", **alike)
         if whole is not None and row.us is not None:
-            shares.append(Value(row.us / whole, f"{row.case.state} state"))
+            shares.append(Value(row.us / whole, f"{case.state} state, u {case.stash}"))
     yield at_most("batch 64, 16 nodes: deferred over reconstruct", 0.7, shares)

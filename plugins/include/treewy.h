@@ -52,7 +52,7 @@ typedef void* treewy_stream;
 TREEWY_API const char* treewy_last_error(void);
 
 /* Interface version; a caller checks that it equals TREEWY_VERSION of the header it was built for. */
-#define TREEWY_VERSION 2
+#define TREEWY_VERSION 3
 TREEWY_API int32_t treewy_version(void);
 
 /* One batch of draft trees on the device. */
@@ -106,16 +106,19 @@ typedef struct treewy_state_pool {
 #define TREEWY_MAX_HEAD_DIM 256
 
 /* Accepted nodes not yet folded into the state (deferred commit), all layers; what lies beyond a
- * slot's length is never read. The inner dimensions of a slot are contiguous. */
+ * slot's length is never used. The inner dimensions of a slot are contiguous. */
 typedef struct treewy_history {
-  float* u;                /* pseudo-values [L, slots, H, HV, V] */
-  float* k;                /* L2-normalised keys [L, slots, H, HK, K] */
+  void* u;                 /* pseudo-values [L, slots, H, HV, V] in u_dtype */
+  void* k;                 /* keys [L, slots, H, HK, K] in k_dtype: float32 L2-normalised, 16-bit
+                              types raw, as verification took them, and normalised where used */
   float* g;                /* each entry's own log decay [L, slots, H, HV] */
   int32_t* length;         /* [slots], shared by the layers */
   int64_t u_stride[2];     /* layer, slot */
   int64_t k_stride[2];     /* layer, slot */
   int64_t g_stride[2];     /* layer, slot */
   int32_t capacity;        /* H, at least 1; verification takes at most 64 */
+  int32_t u_dtype;         /* TREEWY_FLOAT32, or TREEWY_BFLOAT16 where the state is */
+  int32_t k_dtype;         /* TREEWY_FLOAT32, or the type of the keys of stash and verification */
   int32_t reserved;
 } treewy_history;
 

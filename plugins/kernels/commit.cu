@@ -33,7 +33,13 @@
 namespace treewy {
 namespace {
 
-constexpr int kChunk = 16;  // nodes of the path in shared memory at a time
+// Entries in shared memory at a time: of a path, of a history.
+constexpr int kPathChunk = 16;
+constexpr int kHistoryChunk = 32;
+
+template <bool kHistory>
+inline constexpr int kChunk = kHistory ? kHistoryChunk : kPathChunk;
+
 constexpr float kNormEps = 1e-6f;
 
 // Of the blocks that a multiprocessor holds; the registers are shared out for them.
@@ -93,9 +99,9 @@ __device__ __forceinline__ Entries find_entries(const UpdateParams& p, const Whe
         e.k_stride = static_cast<int64_t>(state.key_heads) * state.key_dim;
         e.g = history.g;
         e.g_stride = state.value_heads;
-        e.u_dtype = TREEWY_FLOAT32;
-        e.k_dtype = TREEWY_FLOAT32;
-        e.normalize = false;
+        e.u_dtype = history.u_dtype;
+        e.k_dtype = history.k_dtype;
+        e.normalize = history.k_dtype != TREEWY_FLOAT32;
         e.path = nullptr;
     } else {
         const treewy_stash& stash = p.commit.stash;
@@ -189,10 +195,12 @@ __device__ __forceinline__ double stage_chunk(const UpdateParams& p, const Where
                                               double later, float* k_s, float* u_s) {
     const Entries e = find_entries<kHistory>(p, where);
     constexpr int kWarps = kCommitThreads / kWarp;
+    // Loads of a thread at once: the entries of a history are many.
+    constexpr int kAtOnce = kHistory ? 4 : 1;
     const int thread = static_cast<int>(threadIdx.x);
     const int lane = thread % kWarp, warp = thread / kWarp;
     const int key_dim = p.commit.state.key_dim, tile_rows = p.cut.tile_rows;
-    const int count = min(kChunk, where.count - first);
+    const int count = min(kChunk<kHistory>, where.count - first);
     const int quads = min(tile_rows, p.commit.state.value_dim - where.at.row0) / 4,
               all_quads = count * quads;
     const auto load_u = [&](int i) {
@@ -202,24 +210,45 @@ __device__ __forceinline__ double stage_chunk(const UpdateParams& p, const Where
     // Every warp works out all decays for itself: lane j has entry first + j.
     float g = 0.0f;
     if (lane < count) g = e.g[e.node(first + lane) * e.g_stride];
-    RawFour u{};
+    RawFour u[kAtOnce] = {};
     using Key = RawKey<Tile::kMaxKeyDim <= 4 * kWarp ? 1 : 2>;
-    Key key{};
-    if (thread < all_quads) u = load_u(thread);
-    if (warp < count) key = load_key<Key>(e, first + warp, key_dim, p.k_aligned);
+    Key key[kAtOnce] = {};
+    const auto load_quads = [&](int i) {
+#pragma unroll
+        for (int a = 0; a < kAtOnce; ++a) {
+            if (i + a * kCommitThreads < all_quads) u[a] = load_u(i + a * kCommitThreads);
+        }
+    };
+    const auto load_keys = [&](int j) {
+#pragma unroll
+        for (int a = 0; a < kAtOnce; ++a) {
+            if (j + a * kWarps >= count) continue;
+            key[a] = load_key<Key>(e, first + j + a * kWarps, key_dim, p.k_aligned);
+        }
+    };
+    load_quads(thread);
+    load_keys(warp);
     double chunk_decay;
     const double after_entry = later + warp_prefix(static_cast<double>(g), &chunk_decay);
     const float decay = expf(static_cast<float>(after_entry));
     __syncthreads();  // all are done with what was staged before
     for (int i = thread; i < all_quads;) {
-        store_vec<4>(u_s + i / quads * tile_rows + i % quads * 4, four_as_float(u, e.u_dtype));
-        i += kCommitThreads;
-        if (i < all_quads) u = load_u(i);
+#pragma unroll
+        for (int a = 0; a < kAtOnce; ++a, i += kCommitThreads) {
+            if (a > 0 && i >= all_quads) continue;
+            store_vec<4>(u_s + i / quads * tile_rows + i % quads * 4,
+                         four_as_float(u[a], e.u_dtype));
+        }
+        load_quads(i);
     }
     for (int j = warp; j < count;) {
-        stage_key<Tile::kVec>(e, key, __shfl_sync(kAllLanes, decay, j), key_dim, k_s + j * key_dim);
-        j += kWarps;
-        if (j < count) key = load_key<Key>(e, first + j, key_dim, p.k_aligned);
+#pragma unroll
+        for (int a = 0; a < kAtOnce; ++a, j += kWarps) {
+            if (a > 0 && j >= count) continue;
+            stage_key<Tile::kVec>(e, key[a], __shfl_sync(kAllLanes, decay, j), key_dim,
+                                  k_s + j * key_dim);
+        }
+        load_keys(j);
     }
     return chunk_decay;
 }
@@ -251,7 +280,7 @@ __device__ __forceinline__ void update_item(const UpdateParams& p, const Tile& t
     constexpr int kColumns = Tile::kColumns, kRows = Tile::kRowsOfThread;
     constexpr int kAtOnce = 32 / kColumns < kRows ? 32 / kColumns : kRows;
     float* k_s = reinterpret_cast<float*>(shared_memory());  // [kChunk][K], see staged_quarter
-    float* u_s = k_s + kChunk * tile.key_dim;                // [kChunk][tile_rows]
+    float* u_s = k_s + kChunk<kHistory> * tile.key_dim;      // [kChunk][tile_rows]
     double total = 0.0;
     if constexpr (kLong) {
         total = total_decay<kHistory>(p, where);
@@ -268,10 +297,10 @@ __device__ __forceinline__ void update_item(const UpdateParams& p, const Tile& t
         if constexpr (kLong) {
             double later = 0.0;
 #pragma unroll 1
-            for (int first = 0; first < where.count; first += kChunk) {
+            for (int first = 0; first < where.count; first += kChunk<kHistory>) {
                 later += stage_chunk<Tile, kHistory>(p, where, first, later, k_s, u_s);
                 __syncthreads();
-                const int count = min(kChunk, where.count - first);
+                const int count = min(kChunk<kHistory>, where.count - first);
                 if (tile.has_rows)
                     add_entries<kAtOnce>(after, count, tile, p.cut.tile_rows, k_s, u);
             }
@@ -294,7 +323,8 @@ __device__ __forceinline__ int history_to_fold(const UpdateParams& p, int row, i
     const CommitRow found = read_row(tree, p.commit.accepted, row);
     if (found.action != RowAction::kMove) return 0;
     const int held = clamp_length(p.history.length[slot], capacity);
-    if (held == 0) return 0;
+    // Most rows, most steps: no path to a node is longer than the nodes up to it.
+    if (held == 0 || held + found.accepted < capacity) return 0;
     const int added = find_path(found, path);
     const HistoryPlan plan = plan_history(held, added, capacity);
     return added > 0 && plan.fits && plan.fold ? held : 0;
@@ -302,7 +332,7 @@ __device__ __forceinline__ int history_to_fold(const UpdateParams& p, int row, i
 
 // Paths of one chunk, or (kLong) those of more: the others' blocks leave.
 template <typename Tile, bool kHistory, bool kLong>
-__global__ void __launch_bounds__(kCommitThreads, kLong ? 4 : blocks_held<Tile>())
+__global__ void __launch_bounds__(kCommitThreads, kLong || kHistory ? 4 : blocks_held<Tile>())
     update_states(const __grid_constant__ UpdateParams p) {
     __shared__ PathMemory path;
     const treewy_state_pool& pool = p.commit.state;
@@ -334,7 +364,7 @@ __global__ void __launch_bounds__(kCommitThreads, kLong ? 4 : blocks_held<Tile>(
         tile.find(pool, where.at, slot, p.cut.tile_rows);
         if constexpr (!kLong) tile.load();
     }
-    if (where.count == 0 || (where.count > kChunk) != kLong) return;
+    if (where.count == 0 || (where.count > kChunk<kHistory>) != kLong) return;
     if constexpr (kLong) tile.load();
 #pragma unroll 1
     for (int item = first;;) {
@@ -386,9 +416,8 @@ treewy_status check_commit(const char* name, const treewy_commit_params& p) {
 }
 
 treewy_status cut_states(const char* name, const treewy_state_pool& pool, int batch, int tile_rows,
-                         int32_t items, CommitCut* cut) {
+                         int32_t items, CommitCut* cut, int64_t most_items) {
     constexpr int64_t kEnoughBlocks = 4096;  // several rounds of what an H200 holds at once
-    constexpr int64_t kMaxItemsOfBlock = 8;
     cut->tile_rows = tile_rows;
     cut->tiles = static_cast<int>(ceil_div(pool.value_dim, tile_rows));
     cut->heads = pool.value_heads;
@@ -399,7 +428,7 @@ treewy_status cut_states(const char* name, const treewy_state_pool& pool, int ba
     }
     const int64_t share = all * batch / kEnoughBlocks;
     const int64_t wanted =
-        items > 0 ? items : (share < 1 ? 1 : (share < kMaxItemsOfBlock ? share : kMaxItemsOfBlock));
+        items > 0 ? items : (share < 1 ? 1 : (share < most_items ? share : most_items));
     cut->items = static_cast<int>(all);
     cut->items_of_block = static_cast<int>(wanted < all ? wanted : all);
     cut->blocks_of_row = static_cast<int>(ceil_div(all, cut->items_of_block));
@@ -414,8 +443,8 @@ treewy_status launch_update(const char* name, UpdateParams p, treewy_stream stre
         p.u_aligned = is_quad_layout(stash.u, stash.u_dtype, stash.u_stride);
         p.k_aligned = is_quad_layout(stash.k, stash.k_dtype, stash.k_stride);
     } else {
-        p.u_aligned = is_quad_layout(history.u, TREEWY_FLOAT32, history.u_stride);
-        p.k_aligned = is_quad_layout(history.k, TREEWY_FLOAT32, history.k_stride);
+        p.u_aligned = is_quad_layout(history.u, history.u_dtype, history.u_stride);
+        p.k_aligned = is_quad_layout(history.k, history.k_dtype, history.k_stride);
     }
     return with_row_shape(pool, [&](auto state, auto shape) {
         using State = decltype(state);
@@ -423,16 +452,19 @@ treewy_status launch_update(const char* name, UpdateParams p, treewy_stream stre
         using Tile4 = StateTile<State, kLanes, kVecs, 4 / kVecs>;
         using Tile8 = StateTile<State, kLanes, kVecs, 8 / kVecs>;
         using Tile16 = StateTile<State, kLanes, kVecs, 16 / kVecs>;
+        const bool history = p.source != Source::kPath;
+        const int chunk = history ? kHistoryChunk : kPathChunk;
+        // Few blocks to leave where nothing is to fold, enough for a row that folds alone.
+        const int64_t most = history ? 16 : kMaxItemsOfBlock;
         const auto run = [&](void (*kernel)(UpdateParams), int vectors) {
             const int rows = kCommitThreads / kLanes * (vectors / kVecs);
             const treewy_status status =
-                cut_states(name, pool, p.commit.tree.batch, rows, p.commit.items, &p.cut);
+                cut_states(name, pool, p.commit.tree.batch, rows, p.commit.items, &p.cut, most);
             if (status != TREEWY_OK) return status;
             const int64_t blocks = int64_t{p.cut.blocks_of_row} * p.commit.tree.batch;
-            const size_t shared = sizeof(float) * kChunk * (pool.key_dim + rows);
+            const size_t shared = sizeof(float) * chunk * (pool.key_dim + rows);
             return launch(name, kernel, blocks, kCommitThreads, shared, stream, p);
         };
-        const bool history = p.source != Source::kPath;
         // Folds are rare: they have one tile.
         const int vectors = history ? 8 : vectors_of_thread(p.commit.tile);
         void (*kernel)(UpdateParams) = update_states<Tile8, false, false>;
@@ -441,7 +473,7 @@ treewy_status launch_update(const char* name, UpdateParams p, treewy_stream stre
         if (vectors == 16) kernel = update_states<Tile16, false, false>;
         const treewy_status status = run(kernel, vectors);
         const int longest = history ? p.history.capacity : p.commit.tree.max_nodes;
-        if (status != TREEWY_OK || longest <= kChunk) return status;
+        if (status != TREEWY_OK || longest <= chunk) return status;
         return run(history ? update_states<Tile4, true, true> : update_states<Tile4, false, true>,
                    4);
     });

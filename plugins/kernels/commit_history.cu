@@ -9,16 +9,23 @@
 // Threads. A block appends the path of one (layer, row) for some key heads and their value heads:
 // it finds the path once; u by quads of neighbours, k by a warp a node, normalised.
 //
-// Bytes, a layer and row of Qwen3.5-35B-A3B at paths of 4 and a history of H = 16 (float32 u and k:
-// 24 KiB an entry). Append: 4 * 20 KiB read and 4 * 24 KiB written. Fold, one step in four: the
-// state in and out and 16 * 24 KiB. In microseconds at batch 64 and 4.28 TB/s, with a bfloat16
-// state (float32 in brackets), verification of 16 nodes included:
-//     reconstruct   verify 25.5 (41.2) + commit 32.6 (64)                               58 (105)
-//     deferred      verify 25.5 (41.2) + history read 3.9 + append 2.7 + fold / 4 9.3 (17.2)
-//                                                                                       41 (65)
-// 0.71 and 0.62 of it. H = 32 folds one step in eight: 0.69 and 0.57. With bfloat16 u in the stash:
-// 55 against 38.5, 0.70 at H = 16. Blocks of a row with nothing to fold leave after two reads; they
-// are an eighth as many as items.
+// A history keeps what the stash has, to the bit: u in its type (bfloat16 from float32 rounds) and,
+// in a type of 16 bits, raw keys, normalised where they are used; keys in float32 are normalised.
+//
+// Bytes, a layer and row of Qwen3.5-35B-A3B, with u in bfloat16 (float32): 12 (20) KiB an entry,
+// read by every verification that finds it, moved once to append it, read once to fold it.
+// Predicted microseconds of a step at batch 64, 16 nodes, paths of 4, 4.28 TB/s, beyond
+// verification's own:
+//     H     entries found   reads        append      fold / period   all
+//     16    10              1.8 (3.1)    1.4 (2.4)   11  (22)        14  (27)
+//     24    14              2.6 (4.3)    1.4 (2.4)   8   (15)        12  (22)
+//     32    18              3.3 (5.5)    1.4 (2.4)   7   (11)        12  (19)
+// bfloat16 (float32) state; a fold of 32 entries is taken at 56 (88) us, as its multiplications are
+// by then as long as its bytes. Beyond 32 the reads grow as fast as the folds get fewer, and
+// verification would leave the kernel of short histories. Not measured yet.
+//
+// Folds are looked for in every layer by few blocks: a row whose history has room for the nodes up
+// to the accepted one leaves after three reads.
 
 #include "commit_update.h"
 
@@ -31,10 +38,12 @@ constexpr float kNormEps = 1e-6f;
 struct AppendParams {
     treewy_commit_params commit;
     treewy_history history;
-    int units;  // key heads of a block
-    int parts;  // blocks of a (layer, row)
-    bool u_aligned;
+    int units;       // key heads of a block
+    int parts;       // blocks of a (layer, row)
+    bool u_aligned;  // four neighbours of the stash's u, or k, can be read at once
     bool k_aligned;
+    bool u_whole;  // four neighbours of the history's u, or k, can be written at once
+    bool k_whole;
 };
 
 // Where a block's path goes.
@@ -48,6 +57,34 @@ struct Destination {
     int stop_unit;
 };
 
+// Four neighbours to element `at` of a history's tensor, in its type.
+__device__ __forceinline__ void store_four(void* data, int dtype, int64_t at, bool whole,
+                                           const Vec<float, 4>& x) {
+    if (dtype == TREEWY_FLOAT32) {
+        float* to = static_cast<float*>(data) + at;
+        if (whole) {
+            store_vec<4>(to, x);
+            return;
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) to[c] = x.x[c];
+        return;
+    }
+    Vec<uint16_t, 4> bits;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        bits.x[c] = dtype == TREEWY_BFLOAT16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x.x[c]))
+                                             : __half_as_ushort(__float2half_rn(x.x[c]));
+    }
+    uint16_t* to = static_cast<uint16_t*>(data) + at;
+    if (whole) {
+        store_vec<4>(to, bits);
+        return;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) to[c] = bits.x[c];
+}
+
 // u of a unit range's value heads, quad by quad.
 __device__ __forceinline__ void append_u(const AppendParams& p, const Destination& to,
                                          const int32_t* path) {
@@ -58,8 +95,7 @@ __device__ __forceinline__ void append_u(const AppendParams& p, const Destinatio
     const int head0 = to.first_unit * group, quads = pool.value_dim / 4;
     const int of_node = (to.stop_unit - to.first_unit) * group * quads;
     const int64_t source = to.layer * stash.u_stride[0] + to.row * stash.u_stride[1];
-    float* target = history.u + to.layer * history.u_stride[0] + to.slot * history.u_stride[1];
-    const bool whole = reinterpret_cast<uintptr_t>(target) % 16 == 0;
+    const int64_t target = to.layer * history.u_stride[0] + to.slot * history.u_stride[1];
 #pragma unroll 4
     for (int i = threadIdx.x; i < to.length * of_node; i += kAppendThreads) {
         const int back = i / of_node, head = head0 + i % of_node / quads, q = i % quads;
@@ -68,14 +104,8 @@ __device__ __forceinline__ void append_u(const AppendParams& p, const Destinatio
         const RawFour raw =
             load_four(element_at(stash.u, stash.u_dtype, from), stash.u_dtype, p.u_aligned);
         const int64_t entry = to.start + to.length - 1 - back;
-        float* at = target + (entry * pool.value_heads + head) * pool.value_dim + q * 4;
-        const Vec<float, 4> x = four_as_float(raw, stash.u_dtype);
-        if (whole) {
-            store_vec<4>(at, x);
-        } else {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) at[c] = x.x[c];
-        }
+        const int64_t at = target + (entry * pool.value_heads + head) * pool.value_dim + q * 4;
+        store_four(history.u, history.u_dtype, at, p.u_whole, four_as_float(raw, stash.u_dtype));
     }
 }
 
@@ -95,7 +125,8 @@ __device__ __forceinline__ void append_g(const AppendParams& p, const Destinatio
     }
 }
 
-// The keys of the unit range, normalised if they were not: a warp each.
+// The keys of the unit range: a warp each. Keys of 16 bits stay as they are, others are normalised
+// if they were not.
 __device__ __forceinline__ void append_k(const AppendParams& p, const Destination& to,
                                          const int32_t* path) {
     constexpr int kQuads = TREEWY_MAX_HEAD_DIM / 4 / kWarp;
@@ -105,7 +136,8 @@ __device__ __forceinline__ void append_k(const AppendParams& p, const Destinatio
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int units = to.stop_unit - to.first_unit, key_dim = pool.key_dim;
     const int64_t source = to.layer * stash.k_stride[0] + to.row * stash.k_stride[1];
-    float* target = history.k + to.layer * history.k_stride[0] + to.slot * history.k_stride[1];
+    const int64_t target = to.layer * history.k_stride[0] + to.slot * history.k_stride[1];
+    const bool normalize = stash.k_normalized == 0 && history.k_dtype == TREEWY_FLOAT32;
     for (int i = static_cast<int>(threadIdx.x) / kWarp; i < to.length * units;
          i += kAppendThreads / kWarp) {
         const int back = i / units, unit = to.first_unit + i % units;
@@ -128,15 +160,16 @@ __device__ __forceinline__ void append_k(const AppendParams& p, const Destinatio
 #pragma unroll
             for (int c = 0; c < 4; ++c) square += x[j].x[c] * x[j].x[c];
         }
-        const float scale = stash.k_normalized != 0 ? 1.0f : rsqrtf(warp_sum(square) + kNormEps);
+        const float scale = normalize ? rsqrtf(warp_sum(square) + kNormEps) : 1.0f;
         const int64_t entry = to.start + to.length - 1 - back;
-        float* at = target + (entry * pool.key_heads + unit) * key_dim;
+        const int64_t at = target + (entry * pool.key_heads + unit) * key_dim;
 #pragma unroll
         for (int j = 0; j < kQuads; ++j) {
             const int q = j * kWarp + lane;
             if (4 * q >= key_dim) continue;
 #pragma unroll
-            for (int c = 0; c < 4; ++c) at[4 * q + c] = scale * x[j].x[c];
+            for (int c = 0; c < 4; ++c) x[j].x[c] *= scale;
+            store_four(history.k, history.k_dtype, at + 4 * q, p.k_whole, x[j]);
         }
     }
 }
@@ -201,7 +234,8 @@ __global__ void __launch_bounds__(kWarp)
 
 // ------------------------------------------------------------------ host
 
-treewy_status check_history(const char* name, const treewy_history& history) {
+treewy_status check_history(const char* name, const treewy_history& history,
+                            const treewy_state_pool& pool) {
     if (history.u == nullptr || history.k == nullptr || history.g == nullptr ||
         history.length == nullptr) {
         return fail(TREEWY_INVALID_ARGUMENT,
@@ -211,7 +245,31 @@ treewy_status check_history(const char* name, const treewy_history& history) {
         return fail(TREEWY_INVALID_ARGUMENT, "%s: history.capacity must be at least 1, got %d",
                     name, history.capacity);
     }
+    if (history.u_dtype != TREEWY_FLOAT32 &&
+        (history.u_dtype != TREEWY_BFLOAT16 || pool.dtype != TREEWY_BFLOAT16)) {
+        return fail(TREEWY_UNSUPPORTED,
+                    "%s: the history's u_dtype must be float32, or bfloat16 where the state is, "
+                    "got %d",
+                    name, history.u_dtype);
+    }
+    if (!is_float_dtype(history.k_dtype)) {
+        return fail(TREEWY_UNSUPPORTED,
+                    "%s: the history's k_dtype must be float32, bfloat16 or float16, got %d", name,
+                    history.k_dtype);
+    }
     return TREEWY_OK;
+}
+
+// Keys of 16 bits are kept as the stash has them.
+treewy_status check_keys(const char* name, const treewy_stash& stash,
+                         const treewy_history& history) {
+    if (history.k_dtype == TREEWY_FLOAT32) return TREEWY_OK;
+    if (stash.k_dtype == history.k_dtype && stash.k_normalized == 0) return TREEWY_OK;
+    return fail(TREEWY_UNSUPPORTED,
+                "%s: the history's k_dtype is %d, which takes raw keys of that type, the stash's "
+                "are of type %d%s",
+                name, history.k_dtype, stash.k_dtype,
+                stash.k_normalized == 0 ? "" : " and normalised");
 }
 
 treewy_status append(const char* name, const treewy_commit_deferred_params& params,
@@ -219,7 +277,10 @@ treewy_status append(const char* name, const treewy_commit_deferred_params& para
     constexpr int64_t kEnoughBlocks = 2048;
     const treewy_stash& stash = params.commit.stash;
     const treewy_state_pool& pool = params.commit.state;
-    AppendParams p{params.commit, params.history, 0, 0, false, false};
+    const treewy_history& history = params.history;
+    AppendParams p{params.commit, history, 0, 0, false, false, false, false};
+    p.u_whole = is_quad_layout(history.u, history.u_dtype, history.u_stride);
+    p.k_whole = is_quad_layout(history.k, history.k_dtype, history.k_stride);
     p.u_aligned = is_quad_layout(stash.u, stash.u_dtype, stash.u_stride);
     p.k_aligned = is_quad_layout(stash.k, stash.k_dtype, stash.k_stride);
     const int64_t pairs = int64_t{pool.layers} * params.commit.tree.batch;
@@ -242,7 +303,8 @@ extern "C" treewy_status treewy_commit_deferred(const treewy_commit_deferred_par
     const treewy_commit_params& commit = params->commit;
     if (treewy::is_empty(commit.state, commit.tree.batch)) return TREEWY_OK;
     treewy_status status = treewy::check_commit(name, commit);
-    if (status == TREEWY_OK) status = treewy::check_history(name, params->history);
+    if (status == TREEWY_OK) status = treewy::check_history(name, params->history, commit.state);
+    if (status == TREEWY_OK) status = treewy::check_keys(name, commit.stash, params->history);
     if (status != TREEWY_OK) return status;
     treewy::UpdateParams update{};
     update.commit = commit;
@@ -259,7 +321,7 @@ extern "C" treewy_status treewy_flush_history(const treewy_flush_history_params*
     const treewy_flush_history_params& p = *params;
     if (treewy::is_empty(p.state, p.batch)) return TREEWY_OK;
     treewy_status status = treewy::check_state_pool(name, p.state);
-    if (status == TREEWY_OK) status = treewy::check_history(name, p.history);
+    if (status == TREEWY_OK) status = treewy::check_history(name, p.history, p.state);
     if (status == TREEWY_OK && (p.batch < 0 || p.slot == nullptr)) {
         status =
             treewy::fail(TREEWY_INVALID_ARGUMENT,

@@ -39,9 +39,12 @@ bool is_quad_layout(const void* data, int dtype, const int64_t (&strides)[kCount
 treewy_status check_tile(const char* name, int32_t tile, int32_t last_tile, int32_t items);
 treewy_status check_commit(const char* name, const treewy_commit_params& params);
 
-// The cut of states into items of `tile_rows` rows of V; `items` of a block, 0 for auto.
+constexpr int64_t kMaxItemsOfBlock = 8;
+
+// The cut of states into items of `tile_rows` rows of V; `items` of a block, 0 for auto, which
+// takes at most `most_items`.
 treewy_status cut_states(const char* name, const treewy_state_pool& pool, int batch, int tile_rows,
-                         int32_t items, CommitCut* cut);
+                         int32_t items, CommitCut* cut, int64_t most_items = kMaxItemsOfBlock);
 
 constexpr int kCommitThreads = TREEWY_MAX_NODES;  // of a block: see read_row
 

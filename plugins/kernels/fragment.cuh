@@ -16,6 +16,8 @@
 // half a warp reads two chunks of 4 rows.
 #pragma once
 
+#include <type_traits>
+
 #include "device.cuh"
 
 namespace treewy {
@@ -151,6 +153,14 @@ __device__ __forceinline__ float high_half(uint32_t pair) {
 __device__ __forceinline__ uint32_t pack_bfloat16(float low, float high) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return uint32_t{__bfloat16_as_ushort(pair.x)} | (uint32_t{__bfloat16_as_ushort(pair.y)} << 16);
+}
+
+// The 16-bit value in the low half.
+template <typename T>
+__device__ __forceinline__ float half_value(uint32_t bits) {
+    static_assert(sizeof(T) == 2);
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return low_half(bits);
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
 
 // Terms of two values, the greatest first; `low` lies in the low halves.

@@ -138,8 +138,21 @@ treewy_status check_history(const treewy_tree_verify_params& p) {
         return fail(TREEWY_UNSUPPORTED, "%s: history capacity is %d, must be 1 to %d", kName,
                     history.capacity, kMaxHistory);
     }
-    if (!is_aligned(history.u, 16) || !is_aligned(history.k, 16) || history.u_stride[1] % 4 != 0 ||
-        history.k_stride[1] % 4 != 0) {
+    if (history.u_dtype != TREEWY_FLOAT32 &&
+        (history.u_dtype != TREEWY_BFLOAT16 || p.state.dtype != TREEWY_BFLOAT16)) {
+        return fail(TREEWY_UNSUPPORTED,
+                    "%s: the history's u_dtype is %d, must be float32, or bfloat16 where the state "
+                    "is bfloat16",
+                    kName, history.u_dtype);
+    }
+    if (history.k_dtype != TREEWY_FLOAT32 && history.k_dtype != p.dtype) {
+        return fail(TREEWY_UNSUPPORTED,
+                    "%s: the history's k_dtype is %d, must be float32 or dtype, which is %d", kName,
+                    history.k_dtype, p.dtype);
+    }
+    if (!is_aligned(history.u, 16) || !is_aligned(history.k, 16) ||
+        history.u_stride[1] * dtype_bytes(history.u_dtype) % 16 != 0 ||
+        history.k_stride[1] * dtype_bytes(history.k_dtype) % 16 != 0) {
         return fail(TREEWY_INVALID_ARGUMENT,
                     "%s: every slot of the history's u and k must be 16-byte aligned", kName);
     }
@@ -190,7 +203,9 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
                             p.history.length == nullptr ? 0 : p.history.capacity,
                             input_bytes,
                             state_bytes,
-                            state_bytes == 4 || input_bytes == 4 ? 3 : 2};
+                            state_bytes == 4 || input_bytes == 4 ? 3 : 2,
+                            dtype_bytes(p.history.u_dtype),
+                            dtype_bytes(p.history.k_dtype)};
     int tile = p.tile;
     if (tile == TREEWY_VERIFY_AUTO) {
         tile = choose_tile(shape, terms, inverts_whole(shape) && all_aligned(p, kWide), heads,

@@ -56,8 +56,9 @@ struct VerifyWork {
 };
 
 enum class Nodes {
-    kEight,    // at most 8 and no history, so that the layout is known to the compiler
-    kSixteen,  // the same, at most 16
+    kEight,         // at most 8 and no history, so that the layout is known to the compiler
+    kSixteen,       // the same, at most 16
+    kShortHistory,  // at most 16 and 32 entries of a history, likewise
     kAny,
     kUnaligned,  // any; vectors of the tensors may not be moved at once
 };
@@ -69,11 +70,13 @@ struct VerifyTypes {
     static constexpr int kKeyDim = kKeyDim_;
     static constexpr int kTiles = kTiles_;  // of 16 rows of V, a warp
     static constexpr int kWarps = kWarps_;  // that own rows
-    static constexpr bool kOneBlock = kNodes == Nodes::kEight || kNodes == Nodes::kSixteen;
+    static constexpr bool kShort = kNodes == Nodes::kShortHistory;
+    static constexpr bool kSmall = kNodes == Nodes::kEight || kNodes == Nodes::kSixteen;
+    static constexpr bool kOneBlock = kSmall || kShort;
     static constexpr int kNodeRows = kNodes == Nodes::kEight ? 8 : kNodeBlock;  // of a node block
     static constexpr int kNodeBlocks = kOneBlock ? 1 : 0;  // 0: as the layout says
     static constexpr bool kAligned = kNodes != Nodes::kUnaligned;
-    static constexpr bool kHistory = !kOneBlock;
+    static constexpr bool kHistory = !kSmall;
     static constexpr int kMaskWords = kOneBlock ? 1 : TREEWY_MAX_NODES / 32;  // at most
     static constexpr int kRowThreads = kWarps * kWarp;
     static constexpr int kHelpers = kOneBlock ? 1 : 2;  // warps that prepare the nodes
@@ -91,13 +94,19 @@ struct VerifyTypes {
     // Blocks that registers are to allow on a multiprocessor.
     static constexpr int kMinBlocks = !kOneBlock                             ? 2
                                       : kWarps == 8                          ? 3
+                                      : kShort                               ? 4
                                       : kNodeRows == 8 && sizeof(State) == 2 ? 5
                                       : kTiles == 1 && sizeof(State) == 2    ? 5
                                                                              : 4;
+    static constexpr VerifyShape kShape{kKeyDim,
+                                        0,
+                                        kNodeRows,
+                                        kShort ? kShortHistory : 0,
+                                        static_cast<int>(sizeof(Input)),
+                                        static_cast<int>(sizeof(State)),
+                                        kWeightTerms};
     static constexpr VerifyLayout kLayout =
-        small_layout(VerifyShape{kKeyDim, 0, kNodeRows, 0, static_cast<int>(sizeof(Input)),
-                                 static_cast<int>(sizeof(State)), kWeightTerms},
-                     kRows, kNodeRows);
+        kShort ? short_layout(kShape, kRows) : small_layout(kShape, kRows, kNodeRows);
 };
 
 // Of a node: beta, decay from S_0 over |k| and over |q| (with K^-1/2), decay from S_0.
@@ -119,6 +128,7 @@ struct Shared {
     uint4* known_u;
     unsigned char* history_keys;
     float2* history_sum;
+    unsigned char* history_u;
     float2* path_sum;
     NodeFactors* factors;
     float* beta;
@@ -152,6 +162,7 @@ __device__ __forceinline__ Shared place_shared(const VerifyLayout& general) {
     at.known_u = reinterpret_cast<uint4*>(base + layout.known_u);
     at.history_keys = base + layout.history_keys;
     at.history_sum = reinterpret_cast<float2*>(base + layout.history_sum);
+    at.history_u = base + layout.history_u;
     at.path_sum = reinterpret_cast<float2*>(base + layout.path_sum);
     at.factors = reinterpret_cast<NodeFactors*>(base + layout.factors);
     at.beta = reinterpret_cast<float*>(base + layout.beta);

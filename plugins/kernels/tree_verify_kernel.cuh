@@ -112,14 +112,38 @@ __device__ __forceinline__ void zero_padding(const Shared& shared, const VerifyW
     }
 }
 
+// Keys of 16 bits are normalised on the way.
+template <typename Types>
+__device__ __forceinline__ void copy_raw_history(const VerifyArgs& args, const Shared& shared,
+                                                 const VerifyWork& work, int entries, int thread) {
+    constexpr int kKeyDim = Types::kKeyDim;
+    const int lane = thread % kWarp;
+    for (int entry = thread / kWarp; entry < entries; entry += Types::kWarps) {
+        float key[kKeyDim / kWarp] = {};
+        if (entry < work.history) load_history_key(args.params, work, entry, lane, key);
+        unsigned char* row = shared.history_keys + entry * kKeyDim * 4;
+#pragma unroll
+        for (int i = 0; i < kKeyDim / kWarp; ++i) {
+            const int at = kWarp * i + lane;
+            const int chunk = swapped_chunk<float>(at / 4, entry);
+            reinterpret_cast<float*>(row + 16 * chunk)[at % 4] = key[i];
+        }
+    }
+}
+
 template <typename Types>
 __device__ __forceinline__ void copy_history(const VerifyArgs& args, const Shared& shared,
                                              const VerifyWork& work, int history_blocks,
                                              int thread) {
     constexpr int kKeyDim = Types::kKeyDim;
     const treewy_tree_verify_params& p = args.params;
+    if (p.history.k_dtype != TREEWY_FLOAT32) {
+        copy_raw_history<Types>(args, shared, work, history_blocks * kNodeBlock, thread);
+        return;
+    }
     const int stride = p.state.key_heads * kKeyDim;
-    const float* from = p.history.k + work.slot * p.history.k_stride[0] + work.key_head * kKeyDim;
+    const float* from = static_cast<const float*>(p.history.k) + work.slot * p.history.k_stride[0] +
+                        work.key_head * kKeyDim;
     for (int at = 0; at < history_blocks; ++at) {
         const int start = at * kNodeBlock;
         load_rows<float, kKeyDim, kNodeBlock, Types::kRowThreads, 0, true>(
@@ -169,8 +193,9 @@ __device__ __forceinline__ void solve_block(const VerifyArgs& args, const Shared
     apply<kApart>(out, terms, weights_at<kTerms>(shared, pair, 1), at.lane);
 }
 
+template <typename Types>
 __device__ __forceinline__ Group first_group(const VerifyArgs& args, const VerifyWork& work) {
-    Group group{0, 0, (work.history + kNodeBlock - 1) / kNodeBlock};
+    Group group{0, 0, Types::kShort ? 0 : (work.history + kNodeBlock - 1) / kNodeBlock};
     set_count(args, work, group);
     return group;
 }
@@ -190,7 +215,8 @@ __device__ __forceinline__ void help(const VerifyArgs& args, const Shared& share
     settle_row(p, row, work);
     if (thread == 0) *shared.not_finite = 0;
     follow_paths<Types>(args, shared, work, inputs, A_log, dt_bias, thread);
-    for (Group group = first_group(args, work); group.count > 0; next_group(args, work, group)) {
+    for (Group group = first_group<Types>(args, work); group.count > 0;
+         next_group(args, work, group)) {
         __syncthreads();  // norms
         for (int r = helper; r < group.count; r += Types::kHelpers) {
             if (lane < kNodeBlock) make_factor(shared, (group.first + r) * kNodeBlock + lane);
@@ -261,7 +287,8 @@ __device__ __forceinline__ void work_rows(const VerifyArgs& args, const Shared& 
                                           VerifyWork& work, const Place& at) {
     start_rows<Types>(args, shared, work, at);
     const int blocks = (work.nodes + kNodeBlock - 1) / kNodeBlock;
-    for (Group group = first_group(args, work); group.count > 0; next_group(args, work, group)) {
+    for (Group group = first_group<Types>(args, work); group.count > 0;
+         next_group(args, work, group)) {
         if (group.first > 0) {  // the queries of the last group are done with
             copy_queries<Types>(args, shared, work, group.first, group.count, work.nodes,
                                 at.thread);

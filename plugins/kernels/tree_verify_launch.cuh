@@ -3,7 +3,7 @@
 // From a type of the inputs to the kernel: state, head dim, tile, nodes.
 #pragma once
 
-#include "tree_verify_kernel.cuh"
+#include "tree_verify_history.cuh"
 #include "tree_verify_launch.h"
 #include "tree_verify_small.cuh"
 #include "tree_verify_whole.cuh"
@@ -76,6 +76,13 @@ template <typename Input, typename State, int kKeyDim, int kTiles, int kWarps>
 treewy_status launch_blocks(const treewy_tree_verify_params& p, const VerifyLayout& layout,
                             treewy_stream stream) {
     if constexpr (kKeyDim == 128 && sizeof(Input) == 2) {
+        if constexpr (sizeof(State) == 2 || kWarps == 4) {
+            if (layout.short_history) {
+                using Types =
+                    VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kShortHistory>;
+                return launch_kernel<Types>(tree_verify_history_kernel<Types>, p, layout, stream);
+            }
+        }
         if (layout.node_blocks == 1 && layout.history_blocks == 0) {
             if (p.tree.max_nodes <= kNodeBlock / 2) {
                 return launch_small<

@@ -25,23 +25,38 @@ __device__ __forceinline__ bool has_bit(const uint32_t* mask, int bit) {
     return (mask[bit / 32] >> (bit % 32)) & 1u;
 }
 
-// Log decay of the whole history, and, where `keep`, where each entry lies in it. By a warp.
-__device__ __forceinline__ double sum_history(const VerifyArgs& args, const Shared& shared,
-                                              const VerifyWork& work, int lane, bool keep) {
-    const treewy_history& history = args.params.history;
-    const int64_t heads = args.params.state.value_heads;
-    const float* g = history.g + work.slot * history.g_stride[0] + work.head;
-    double before = 0.0;
-    for (int first = 0; first < work.history; first += kWarp) {
-        const int i = first + lane;
-        const double own = i < work.history ? static_cast<double>(g[i * heads]) * kLog2E : 0.0;
-        double total;
-        const double upto = before + warp_prefix(own, &total) + own;
-        if (keep && i < work.history) shared.history_sum[i] = two_floats(upto);
-        before += total;
+// Log decays of a history: lane l has those of entries l, l + 32, ...
+template <int kEach>
+struct HistoryDecays {
+    float own[kEach];
+
+    __device__ __forceinline__ void load(const VerifyArgs& args, const VerifyWork& work, int lane) {
+        const treewy_history& history = args.params.history;
+        const int64_t heads = args.params.state.value_heads;
+        const float* g = history.g + work.slot * history.g_stride[0] + work.head;
+#pragma unroll
+        for (int part = 0; part < kEach; ++part) {
+            const int i = part * kWarp + lane;
+            own[part] = i < work.history ? g[i * heads] : 0.0f;
+        }
     }
-    return before;
-}
+
+    // Log decay of the whole history, and, where `keep`, where each entry lies in it. By a warp.
+    __device__ __forceinline__ double sum(const Shared& shared, const VerifyWork& work, int lane,
+                                          bool keep) const {
+        double before = 0.0;
+#pragma unroll
+        for (int part = 0; part < kEach; ++part) {
+            const int i = part * kWarp + lane;
+            const double g = static_cast<double>(own[part]) * kLog2E;
+            double total;
+            const double upto = before + warp_prefix(g, &total) + g;
+            if (keep && i < work.history) shared.history_sum[i] = two_floats(upto);
+            before += total;
+        }
+        return before;
+    }
+};
 
 // What a helper's thread reads for its node, before it is known whether the node is real: the bits
 // of a and b.
@@ -175,10 +190,8 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
     double* sums = reinterpret_cast<double*>(shared.factors);
     const PathTable<kWords> table{sums, reinterpret_cast<int*>(sums + nodes), shared.ancestors,
                                   Types::kOneBlock ? 1 : shared.mask_words};
-    double before = 0.0;
-    if (Types::kHistory && work.history > 0) {
-        before = sum_history(args, shared, work, thread % kWarp, thread < kWarp);
-    }
+    HistoryDecays<Types::kShort ? 1 : 2> decays;
+    if (Types::kHistory && work.history > 0) decays.load(args, work, thread % kWarp);
     PathEnd<kWords> paths[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -215,6 +228,10 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
             const int node = Types::kHelperThreads * i + thread;
             if (node < nodes) table.write(node, paths[i]);
         }
+    }
+    double before = 0.0;
+    if (Types::kHistory && work.history > 0) {
+        before = decays.sum(shared, work, thread % kWarp, thread < kWarp);
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {

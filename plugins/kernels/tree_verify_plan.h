@@ -10,8 +10,9 @@
 
 namespace treewy {
 
-inline constexpr int kNodeBlock = 16;  // nodes that are solved at a time
-inline constexpr int kMaxWhole = 3;    // node blocks of a tree whose matrix is inverted at once
+inline constexpr int kNodeBlock = 16;     // nodes that are solved at a time
+inline constexpr int kMaxWhole = 3;       // node blocks of a tree whose matrix is inverted at once
+inline constexpr int kShortHistory = 32;  // entries that the kernel of short histories takes
 inline constexpr int kWide = TREEWY_VERIFY_ROWS_128;
 inline constexpr int kMaxGroup = 4;  // node blocks whose weights lie in shared memory at a time
 
@@ -20,10 +21,12 @@ struct VerifyShape {
     int key_dim;
     int value_dim;
     int max_nodes;
-    int history_capacity;  // 0: no history
-    int input_bytes;       // of an element of q and k
-    int state_bytes;       // of an element of the state
-    int weight_terms;      // bfloat16 terms of a coefficient
+    int history_capacity;     // 0: no history
+    int input_bytes;          // of an element of q and k
+    int state_bytes;          // of an element of the state
+    int weight_terms;         // bfloat16 terms of a coefficient
+    int history_u_bytes = 4;  // of an element of the history's pseudo-values
+    int history_k_bytes = 4;  // of its keys
 };
 
 struct VerifyTile {
@@ -43,6 +46,7 @@ struct VerifyLayout {
     int known_u;       // [node_blocks - 1, terms, rows / 16, 32 lanes, 16 bytes]
     int history_keys;  // float [history_blocks * 16, K]
     int history_sum;   // float2 [history_blocks * 16]
+    int history_u;     // of a short history: [history_blocks, warps, 16, rows of a warp]
     int path_sum;    // float2 [node_blocks * 16]: log2 decay from S_0 to the node, and its low part
     int factors;     // float4 [node_blocks * 16]: see NodeFactors; sums and jumps before
     int beta;        // float
@@ -56,6 +60,7 @@ struct VerifyLayout {
     int history_blocks;
     int group;  // node blocks
     bool whole;
+    bool short_history;
     int total;
 };
 
@@ -67,6 +72,14 @@ inline constexpr bool inverts_whole(const VerifyShape& shape) {
     return shape.key_dim == 128 && shape.value_dim % 128 == 0 && shape.input_bytes == 2 &&
            shape.state_bytes == 4 && shape.history_capacity == 0 && shape.max_nodes > kNodeBlock &&
            shape.max_nodes <= kMaxWhole * kNodeBlock;
+}
+
+// Whether the history is one for the kernel of short histories (tree_verify_history.cuh); `shape`
+// is of aligned tensors.
+inline constexpr bool has_short_history(const VerifyShape& shape, int tile) {
+    return shape.key_dim == 128 && shape.input_bytes == 2 && shape.max_nodes <= kNodeBlock &&
+           shape.history_capacity > 0 && shape.history_capacity <= kShortHistory &&
+           shape.history_k_bytes == shape.input_bytes && (shape.state_bytes == 2 || tile != kWide);
 }
 
 // A warp has 32 rows of a bfloat16 state where the tile is wide, else 16.
@@ -87,7 +100,8 @@ inline bool tile_exists(int tile, int value_dim, int input_terms) {
 inline int choose_tile(const VerifyShape& shape, int input_terms, bool whole, int64_t batch_heads,
                        int multiprocessors) {
     if (!tile_exists(kWide, shape.value_dim, input_terms)) return TREEWY_VERIFY_ROWS_64;
-    if (shape.state_bytes == 4 && shape.max_nodes > kNodeBlock / 2 && !whole) {
+    const bool little = shape.max_nodes <= kNodeBlock / 2 && shape.history_capacity == 0;
+    if (shape.state_bytes == 4 && !little && !whole) {
         return TREEWY_VERIFY_ROWS_64;
     }
     const int64_t blocks = batch_heads * (shape.value_dim / 128);
@@ -173,6 +187,42 @@ inline constexpr VerifyLayout small_layout(const VerifyShape& shape, int rows, i
     return at;
 }
 
+// Of at most 16 nodes and a short history. The weights, those of the tree first, take the place of
+// keys and queries. All but the end is the same for all capacities.
+inline constexpr VerifyLayout short_layout(const VerifyShape& shape, int rows) {
+    constexpr int kPairs = 1 + kShortHistory / kNodeBlock;
+    VerifyLayout at{};
+    at.node_blocks = at.group = at.mask_words = 1;
+    at.history_blocks = ceil_blocks(shape.history_capacity, kNodeBlock);
+    at.short_history = true;
+    int end = 0;
+    const auto place = [&end](int bytes) {
+        const int offset = end;
+        end += ceil_blocks(bytes, 16) * 16;
+        return offset;
+    };
+    at.state = place(rows * shape.key_dim * shape.state_bytes);
+    at.keys = at.weights = place(kNodeBlock * shape.key_dim * shape.input_bytes);
+    at.queries = place(kNodeBlock * shape.key_dim * shape.input_bytes);
+    const int weights = kPairs * 2 * shape.weight_terms * 512, taken = end - at.weights;
+    place(weights > taken ? weights - taken : 0);
+    at.values = place(kNodeBlock * rows * shape.input_bytes);
+    at.dense = place(2 * 64 * 4);
+    at.known_u = at.history_keys = end;
+    at.history_sum = place(kShortHistory * 8);
+    at.path_sum = place(kNodeBlock * 8);
+    at.factors = place(kNodeBlock * 16);
+    at.beta = place(kNodeBlock * 4);
+    at.key_norm = place(kNodeBlock * 4);
+    at.query_norm = place(kNodeBlock * 4);
+    at.ancestors = place(kNodeBlock * 4);
+    at.related = place(4);
+    at.not_finite = place(12);
+    at.history_u = place(at.history_blocks * kNodeBlock * rows * shape.history_u_bytes);
+    at.total = end;
+    return at;
+}
+
 // The largest group that leaves room for as many blocks on a multiprocessor as a single node block
 // does: fewer barriers, but not for fewer blocks. A block takes 1 KiB of its own; a multiprocessor
 // has that much more than `shared_bytes`, the most of a block.
@@ -195,6 +245,10 @@ inline VerifyLayout choose_layout(const VerifyShape& shape, int tile, bool align
     if (tile == kWide && aligned && inverts_whole(shape)) {
         const VerifyLayout whole = verify_layout(shape, rows, kMaxWhole, true);
         if (whole.total <= shared_bytes) return whole;
+    }
+    if (aligned && has_short_history(shape, tile)) {
+        const VerifyLayout layout = short_layout(shape, rows);
+        if (layout.total <= shared_bytes) return layout;
     }
     return best_layout(shape, rows, shared_bytes);
 }

@@ -73,11 +73,12 @@ __device__ __forceinline__ TileTerms<kTerms, kTiles> split_tile(const Tile<kTile
 
 // ------------------------------------------------------------------ memory
 
-// Values of v in shared memory: a warp's rows at the 16 nodes of a block, those of nodes
-// 8 j + 2 c + e, c = 0 .. 3, side by side, so that lanes that read them meet in no bank.
-template <typename Types>
+// Values of v, or of a history's u, in shared memory: a warp's rows at the 16 nodes of a block,
+// those of nodes 8 j + 2 c + e, c = 0 .. 3, side by side, so that lanes that read them meet in no
+// bank.
+template <typename Types, typename Value = typename Types::Input>
 struct Values {
-    using Input = typename Types::Input;
+    using Input = Value;
     static constexpr bool kZeroed = false;  // beyond the real nodes
     static constexpr int kNodeBytes = Types::kWarpRows * static_cast<int>(sizeof(Input));
     static constexpr int kChunks = kNodeBytes / 16;
@@ -87,15 +88,19 @@ struct Values {
     __device__ __forceinline__ Values(const Shared& shared, int d, int warp)
         : base(shared.values + ((Types::kOneBlock ? 0 : d & 1) * Types::kWarps + warp) *
                                    Types::kNodeRows * kNodeBytes) {}
+    __device__ __forceinline__ Values(unsigned char* blocks, int block, int warp)
+        : base(blocks + (block * Types::kWarps + warp) * Types::kNodeRows * kNodeBytes) {}
 
     // Starts the copies of block d; `from` is row 0 of the warp's at node 0. What is beyond the
-    // tensor is a copy of the last node, and not used.
+    // tensor is a copy of the last node, or (kSkip) left out, and not used.
+    template <bool kSkip = false>
     __device__ __forceinline__ void copy(const Input* from, int stride, int d, int max_nodes,
                                          int lane) const {
 #pragma unroll
         for (int start = 0; start < Types::kNodeRows * kChunks; start += kWarp) {
             const int index = start + lane, node = index / kChunks, chunk = index % kChunks;
             if (Types::kNodeRows * kChunks < kWarp && index >= Types::kNodeRows * kChunks) continue;
+            if (kSkip && d * kNodeBlock + node >= max_nodes) continue;
             const int place = (node & 8) + node % 2 * 4 + node / 2 % 4;
             unsigned char* to = base + place * kNodeBytes + 16 * chunk;
             const Input* at = from + min(d * kNodeBlock + node, max_nodes - 1) * stride +
@@ -185,6 +190,20 @@ __device__ __forceinline__ void store_block(const VerifyArgs& args, const Verify
     }
 }
 
+// kCount neighbours of a history's u, of which there is one type for a float32 state.
+template <typename Types, int kCount>
+__device__ __forceinline__ Vec<float, kCount> load_history_u(const treewy_history& history,
+                                                             int64_t at) {
+    if (sizeof(typename Types::State) == 4 || history.u_dtype == TREEWY_FLOAT32) {
+        return load_vec<kCount>(static_cast<const float*>(history.u) + at);
+    }
+    const auto raw = load_vec<kCount>(static_cast<const __nv_bfloat16*>(history.u) + at);
+    Vec<float, kCount> rows;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) rows.x[i] = as_float(raw.x[i]);
+    return rows;
+}
+
 // U of the 16 history entries from `block` on.
 template <typename Types>
 __device__ __forceinline__ Tile<Types::kTiles> load_history(const VerifyArgs& args,
@@ -193,7 +212,7 @@ __device__ __forceinline__ Tile<Types::kTiles> load_history(const VerifyArgs& ar
     constexpr int kCount = 2 * Types::kTiles;
     const treewy_tree_verify_params& p = args.params;
     const int64_t heads = p.state.value_heads, dim = p.state.value_dim;
-    const float* from = p.history.u + work.slot * p.history.u_stride[0] + work.head * dim + first;
+    const int64_t from = work.slot * p.history.u_stride[0] + work.head * dim + first;
     Tile<Types::kTiles> tile = zero_tile<Types::kTiles>();
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -201,7 +220,8 @@ __device__ __forceinline__ Tile<Types::kTiles> load_history(const VerifyArgs& ar
         for (int e = 0; e < 2; ++e) {
             const int entry = node_of(block, j, c, e);
             if (entry >= work.history) continue;
-            const Vec<float, kCount> rows = load_vec<kCount>(from + entry * heads * dim);
+            const Vec<float, kCount> rows =
+                load_history_u<Types, kCount>(p.history, from + entry * heads * dim);
 #pragma unroll
             for (int i = 0; i < kCount; ++i) tile.x[i / 2][j][i % 2 * 2 + e] = rows.x[i];
         }

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "tree_verify_paths.cuh"
-#include "tree_verify_rows.cuh"
+#include "tree_verify_weights.cuh"
 
 namespace treewy {
 
@@ -49,18 +49,14 @@ __device__ __forceinline__ StateRow<Types::kKeyDim> state_before(const VerifyArg
     for (int i = 0; i < kKeyDim / kWarp; ++i) {
         state.x[i] = row_element<State>(from, kWarp * i + lane, row >> Types::kStateShift);
     }
-    const int64_t stride = int64_t{p.state.value_heads} * p.state.value_dim;
+    const int64_t dim = p.state.value_dim, stride = p.state.value_heads * dim;
     for (int entry = 0; Types::kHistory && entry < work.history; ++entry) {
-        const float u = p.history.u[work.slot * p.history.u_stride[0] + entry * stride +
-                                    work.head * int64_t{p.state.value_dim} + work.first_row + row];
+        const int64_t at = work.slot * p.history.u_stride[0] + entry * stride + work.head * dim +
+                           work.first_row + row;
         float key[kKeyDim / kWarp];
-#pragma unroll
-        for (int i = 0; i < kKeyDim / kWarp; ++i) {
-            key[i] = row_element<float>(shared.history_keys + entry * kKeyDim * 4, kWarp * i + lane,
-                                        entry);
-        }
+        load_history_key(p, work, entry, lane, key);
         state.decay(shared.history_sum[entry]);
-        state.add(u, key);
+        state.add(load_as_float(p.history.u, p.history.u_dtype, at), key);
     }
     return state;
 }
@@ -74,10 +70,15 @@ __device__ __forceinline__ float step_to(const VerifyArgs& args, const Shared& s
     constexpr int kEach = Types::kKeyDim / kWarp;
     const treewy_tree_verify_params& p = args.params;
     float key[kEach];
+    const Input* from = static_cast<const Input*>(p.k) + work.row * p.k_stride[0] +
+                        t * args.k.node + work.key_head * args.k.head;  // weights may lie on keys
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        key[i] = shared.key_norm[t] *
-                 row_element<Input>(shared.keys + t * Types::kInputRowBytes, kWarp * i + lane, t);
+        const int at = kWarp * i + lane;
+        const float own = Types::kShort
+                              ? as_float(from[at])
+                              : row_element<Input>(shared.keys + t * Types::kInputRowBytes, at, t);
+        key[i] = shared.key_norm[t] * own;
     }
     state.decay(shared.path_sum[t]);
     const float value = as_float(static_cast<const Input*>(

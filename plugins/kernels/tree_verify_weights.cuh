@@ -40,6 +40,26 @@ __device__ __forceinline__ void store_norms(float* to, const float (&low)[4],
     to[8 + g] = inverse_norm(g % 2 == 0 ? high[2] : high[3], scale);
 }
 
+// The key of a history's entry, normalised, by a warp: lane l has k = l, l + 32, ...
+template <int kEach>
+__device__ __forceinline__ void load_history_key(const treewy_tree_verify_params& p,
+                                                 const VerifyWork& work, int entry, int lane,
+                                                 float (&key)[kEach]) {
+    const treewy_history& history = p.history;
+    const int64_t at = work.slot * history.k_stride[0] +
+                       (int64_t{entry} * p.state.key_heads + work.key_head) * (kEach * kWarp);
+    float square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        key[i] = load_as_float(history.k, history.k_dtype, at + kWarp * i + lane);
+        square = fmaf(key[i], key[i], square);
+    }
+    if (history.k_dtype == TREEWY_FLOAT32) return;
+    const float scale = inverse_norm(warp_sum(square), 1.0f);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) key[i] *= scale;
+}
+
 // scale / |x| of kRows rows of nodes, by one warp: 8 lanes a row.
 template <typename Types, int kRows = kNodeBlock>
 __device__ __forceinline__ void measure_rows(float* to, const unsigned char* rows, float scale,
@@ -346,17 +366,17 @@ __device__ __forceinline__ TileTerms<kTerms, kTiles> solve_own(Tile<kTiles>& rhs
 
 // to += (weights applied to the 16 nodes of `nodes`), the small terms first. Tensor cores cut sums
 // off: where float32 counts (kApart) the product is summed apart.
-template <bool kApart, int kTerms, int kTiles>
+template <bool kApart, int kTerms, int kTiles, int kWeightTerms = kTerms>
 __device__ __forceinline__ void apply(Tile<kTiles>& to, const TileTerms<kTerms, kTiles>& nodes,
                                       const uint4* weights, int lane) {
-    uint4 words[kTerms];
+    uint4 words[kWeightTerms];
 #pragma unroll
-    for (int term = 0; term < kTerms; ++term) words[term] = weights[term * kWarp + lane];
+    for (int term = 0; term < kWeightTerms; ++term) words[term] = weights[term * kWarp + lane];
     Tile<kTiles> sum = kApart ? zero_tile<kTiles>() : to;
 #pragma unroll
-    for (int order = kTerms - 1; order >= 0; --order) {
+    for (int order = kWeightTerms - 1; order >= 0; --order) {
 #pragma unroll
-        for (int term = 0; term <= order; ++term) {
+        for (int term = 0; term <= order && term < kTerms; ++term) {
             const uint4 b = words[order - term];
 #pragma unroll
             for (int i = 0; i < kTiles; ++i) {

@@ -37,6 +37,7 @@ struct WholeTypes {
     static constexpr bool kOneBlock = false;
     static constexpr int kNodeRows = kNodeBlock;
     static constexpr bool kAligned = true;
+    static constexpr bool kShort = false;
     static constexpr bool kHistory = false;
     static constexpr int kMaskWords = ceil_blocks(kNodeBlocks * kNodeBlock, 32);
     static constexpr int kThreads = kWarps * kWarp;

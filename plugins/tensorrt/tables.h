@@ -78,8 +78,8 @@ inline treewy_history history_of(const Call& call, const void* u, const void* k,
     if (length == nullptr) return history;
     const int64_t entries = call.sizes[Symbol::kH], all_slots = call.sizes[Symbol::kSlots];
     const int64_t value_heads = call.sizes[Symbol::kHV];
-    history.u = static_cast<float*>(const_cast<void*>(u));
-    history.k = static_cast<float*>(const_cast<void*>(k));
+    history.u = const_cast<void*>(u);
+    history.k = const_cast<void*>(k);
     history.g = static_cast<float*>(const_cast<void*>(g));
     history.length = static_cast<int32_t*>(const_cast<void*>(length));
     history.u_stride[1] = entries * value_heads * call.sizes[Symbol::kV];
@@ -89,6 +89,8 @@ inline treewy_history history_of(const Call& call, const void* u, const void* k,
     history.k_stride[0] = all_slots * history.k_stride[1];
     history.g_stride[0] = all_slots * history.g_stride[1];
     history.capacity = static_cast<int32_t>(entries);
+    history.u_dtype = call.type(Kind::kStash);
+    history.k_dtype = call.type(Kind::kActivation);
     return history;
 }
 

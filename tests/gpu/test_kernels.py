@@ -93,8 +93,25 @@ def test_verify_with_a_history(gpu, capacity, types):
         case = TreeCase(
             capacity + nodes, DIMS[index], nodes, dtype=types[0], state_dtype=types[1], pads=1
         )
-        history = suite.random_history(case, capacity)
-        suite.check_verify(gpu, case, history=history, name="verify history")
+        for stash in (None, types[1]):
+            history = suite.random_history(case, capacity, stash=stash)
+            suite.check_verify(gpu, case, history=history, name="verify history")
+
+
+@pytest.mark.parametrize("types", [x for x in TYPES if x[0] != F32], ids=types_id)
+@pytest.mark.parametrize("capacity", [1, 15, 16, 31, 32, 33])
+def test_verify_with_a_short_history(gpu, capacity, types):
+    """The kernel for K = 128 and inputs of 16 bits, by both tiles."""
+    for nodes in (1, 5, 8, 9, 16):
+        for tile in (1, 2):
+            case = TreeCase(
+                capacity + nodes, Dims(2, 4, 128, 128), nodes, dtype=types[0],
+                state_dtype=types[1], decay=DECAYS[(capacity + nodes) % 3], batch=9, slots=40,
+                pads=1,
+            )  # fmt: skip
+            history = suite.random_history(case, capacity, stash=types[1])
+            with suite.verify_tile(cuda_library.load_library(), tile):
+                suite.check_verify(gpu, case, pad=(8, 8), history=history, name="short history")
 
 
 def test_verify_is_no_worse_than_twice_the_recurrence(gpu):
@@ -214,8 +231,15 @@ def test_commit_selects_poison_away(gpu):
 @pytest.mark.parametrize("state_dtype", [F32, BF16])
 @pytest.mark.parametrize("capacity", [4, 16, 40])
 def test_deferred_commit_equals_the_reference(gpu, capacity, state_dtype):
-    case = TreeCase(capacity, DIMS[2], 24, state_dtype=state_dtype, layers=2, pads=1)
-    suite.check_deferred(gpu, case, capacity=capacity)
+    for dtype in (F32, BF16, F16):
+        case = TreeCase(
+            capacity, DIMS[2], 24, dtype=dtype, state_dtype=state_dtype, layers=2, pads=1
+        )
+        suite.check_deferred(gpu, case, capacity=capacity, stash=state_dtype)
+
+
+def test_histories_in_bfloat16_do_not_drift(gpu):
+    suite.check_drift_in_bfloat16(gpu, steps=1000, dims=Dims(1, 2, 128, 128))
 
 
 def test_a_path_longer_than_the_history_is_left_alone(gpu):

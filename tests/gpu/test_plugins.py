@@ -65,7 +65,7 @@ def test_verify_equals_the_reference(gpu, nodes, types):
         )  # fmt: skip
         suite.check_verify(gpu, case)
         if nodes < 64:
-            suite.check_verify(gpu, case, history=suite.random_history(case, 8))
+            suite.check_verify(gpu, case, history=suite.random_history(case, 8, stash=F32))
 
 
 @pytest.mark.parametrize("types", TYPES, ids=types_id)
@@ -83,7 +83,7 @@ def test_commit_moves_every_layer_to_the_accepted_node(gpu, nodes, types):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_the_other_plugins_equal_the_reference(gpu, dtype):
     case = TreeCase(5, DIMS[2], 6, layers=2, dtype=dtype)
-    suite.check_deferred(gpu, case, capacity=6)
+    suite.check_deferred(gpu, case, capacity=6, stash=F32)
     for channels, width in ((1024, 4), (20, 3)):
         case = suite.conv_case(width, nodes=33, dtype=dtype, channels=channels, width=width)
         suite.check_conv(gpu, case, bias=channels == 20, pad=0)

@@ -155,10 +155,11 @@ def _setup_deferred(call: Call, *tensors: Any) -> None:
     Commit(slot, parents, num_nodes, accepted).check(op, state.device)
     Stash(u, k, g).check(op, state, parents.shape)
     History(*pools).check(op, state, k.shape[3])
+    History(*pools).check_keys(op, k)
     history = pools[0], pools[1], pools[2]
     call.reason = reason_for_reference(
-        state=state, inputs=(k,), u=u, float32=(g, *history), nodes=parents.shape[1]
-    ) or history_reason(history)
+        state=state, inputs=(k,), u=u, float32=(g, history[2]), nodes=parents.shape[1]
+    ) or history_reason(history, state)
     if call.reason is not None:
         return
     call.copies = find_copies(tensors, whole=(5, 6, 7, 8), rows=(9, 10, 11))
@@ -188,7 +189,9 @@ def _setup_flush(call: Call, *tensors: Any) -> None:
     _check_flush(*tensors)
     state, history_u, history_k, history_g, history_len, slot = tensors
     history = history_u, history_k, history_g
-    call.reason = reason_for_reference(state=state, float32=history) or history_reason(history)
+    call.reason = reason_for_reference(state=state, float32=(history_g,)) or history_reason(
+        history, state
+    )
     if call.reason is not None:
         return
     call.copies = find_copies(tensors, whole=(5,), rows=())

@@ -42,6 +42,7 @@ def set_history(view: Any, u: Tensor, k: Tensor, g: Tensor) -> None:
         stride[0] = x.stride(0) if x.dim() > inner + 1 else 0
         stride[1] = x.stride(-inner - 1)
     view.capacity = u.shape[-3]
+    view.u_dtype, view.k_dtype = DTYPES[u.dtype], DTYPES[k.dtype]
 
 
 def set_weights(view: Any, weight: Tensor) -> None:

@@ -37,7 +37,7 @@ def reason_for_reference(
       in one type, a conv's x and conv state (`conv`) in one type;
     * recurrent state in float32 or bfloat16, [HV, V, K] of a slot contiguous and at 16-byte
       addresses, K and V multiples of 8 and at most 256;
-    * `float32`: parameters, stash and histories in float32, contiguous within a slot or node;
+    * `float32`: parameters and log decays in float32, contiguous within a slot or node;
     * pseudo-values `u` in float32, or in bfloat16 beside a bfloat16 state;
     * at most 128 nodes in a tree, conv widths from 2 to 8.
 
@@ -78,8 +78,15 @@ def _state_reason(state: Tensor) -> str | None:
     return None
 
 
-def history_reason(history: tuple[Tensor, Tensor, Tensor]) -> str | None:
-    """The part of the rule about histories u [.., H, HV, V], k [.., H, HK, K] and g [.., H, HV]."""
+def history_reason(history: tuple[Tensor, Tensor, Tensor], state: Tensor) -> str | None:
+    """The part of the rule about histories u [.., H, HV, V], k [.., H, HK, K] and g [.., H, HV].
+
+    u in the types of pseudo-values, k in those of activations, g in float32.
+    """
+    u, k, _ = history
+    reason = reason_for_reference(state=state, inputs=(k,), u=u)
+    if reason is not None:
+        return f"a history of {reason}"
     for x, inner in zip(history, (3, 3, 2), strict=True):
         heads, dim = x.shape[-2:]
         wanted = (heads * dim, dim, 1)[-inner:]
@@ -106,7 +113,10 @@ def verify_reason(q: Tensor, state: Tensor, nodes: int, history: History | None)
         entries = history.u.shape[-3]
         if entries > VERIFY_MAX_HISTORY:
             return f"history of {entries} entries"
-        if any(x.data_ptr() % 16 or x.stride(0) % 4 for x in (history.u, history.k)):
+        if history.keeps_raw_keys and history.k.dtype != q.dtype:
+            return f"a history of keys in {history.k.dtype} beside {q.dtype}"
+        pools = history.u, history.k
+        if any(x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16 for x in pools):
             return "history that is not at 16-byte addresses"
     bytes_of_block = verify_shared_bytes(
         key_dim, nodes, entries, q.element_size(), state.element_size()

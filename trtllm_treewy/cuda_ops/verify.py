@@ -144,10 +144,10 @@ def _setup(op: str, call: Call, tensors: tuple[Any, ...], u_dtype: torch.dtype |
             state=state,
             inputs=(q, k, v),
             gates=(a, b),
-            float32=(A_log, dt_bias, *histories[:3]),
+            float32=(A_log, dt_bias, histories[2]),
             nodes=parents.shape[1],
         )
-        or (None if history is None else history_reason((history.u, history.k, history.g)))
+        or (None if history is None else history_reason((history.u, history.k, history.g), state))
         or verify_reason(q, state, parents.shape[1], history)
     )
     if call.reason is not None:
