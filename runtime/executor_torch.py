@@ -34,7 +34,7 @@ class TorchExecutor(SequencePools):
     ) -> None:
         weight = model.model.embed_tokens.weight
         self.model = model.eval()
-        # What steps of trees and drafts run: the same weights.
+        # What steps run: the same weights, in fewer launches.
         self._steps = fuse(self.model)
         super().__init__(
             model.config,
@@ -60,7 +60,7 @@ class TorchExecutor(SequencePools):
 
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch) -> StepOutput:
-        hidden = self.model(
+        hidden = self._steps(
             batch.token_ids,
             batch.positions,
             self.state.prefill(batch),
@@ -96,7 +96,7 @@ class TorchExecutor(SequencePools):
     @torch.inference_mode()
     def draft_extend(self, batch: PrefillBatch, hidden: Tensor) -> StepOutput:
         attention = layers_from(self.kv_cache.prefill(batch), self._first_mtp_layer)
-        out = self.model.draft(batch.token_ids, hidden, batch.positions, attention)
+        out = self._steps.draft(batch.token_ids, hidden, batch.positions, attention)
         last = out[batch.cu_seqlens[1:].long() - 1]
         return StepOutput(self.model.logits(last), last)
 

@@ -601,15 +601,37 @@ class PagedPrefill:
         from trtllm_treewy.triton_ops import attention, prefill_attention
 
         cache = self._cache
-        groups = q.shape[1] // cache.num_kv_heads
-        if self._plan is None or self._plan[0] != groups:
-            self._plan = self._make_plan(groups)
-        _, tiles, listed, target = self._plan
         keys, values = cache.k[layer], cache.v[layer]
+        tiles, listed, target = self._plan_of(q.shape[1])
         attention.append_rows(k[None], v[None], keys, values, target)
         return prefill_attention.prefill_attention(
             q, keys, values, self._table, listed, scale, page=cache.block_size, tiles=tiles
         )
+
+    def attend_packed(self, layer: int, heads: PackedHeads, scale: float) -> Tensor:
+        """As `PackedAttentionStep.attend_packed`; `heads.packed` is [T, ...]."""
+        from trtllm_treewy.triton_ops import prefill_attention
+        from trtllm_treewy.triton_ops.heads import place_heads
+
+        cache, packed = self._cache, heads.packed
+        keys, values = cache.k[layer], cache.v[layer]
+        tiles, listed, target = self._plan_of(heads.heads)
+        q = place_heads(
+            packed, heads.q_norm, heads.k_norm, heads.frequencies, heads.positions,
+            target.flatten(), keys, values, heads.heads,
+        )  # fmt: skip
+        out = prefill_attention.prefill_attention(
+            q, keys, values, self._table, listed, scale, page=cache.block_size, tiles=tiles
+        )
+        gates = packed[:, : 2 * heads.heads * cache.head_dim].unflatten(-1, (heads.heads, 2, -1))
+        return out.mul_(torch.sigmoid(gates[:, :, 1]))
+
+    def _plan_of(self, heads: int) -> tuple[Tiles, Tensor, Tensor]:
+        """`_make_plan` for so many query heads, once."""
+        groups = heads // self._cache.num_kv_heads
+        if self._plan is None or self._plan[0] != groups:
+            self._plan = self._make_plan(groups)
+        return self._plan[1:]
 
     def _make_plan(self, groups: int) -> tuple[int, Tiles, Tensor, Tensor]:
         """Tiles for so many query heads a key head, their list, and where new rows go."""

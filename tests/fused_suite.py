@@ -205,6 +205,37 @@ def test_a_step_is_that_of_the_plain_model(monkeypatch, kind):
         torch.testing.assert_close(ours[:, :, :sink], theirs[:, :, :sink], rtol=1e-3, atol=1e-3)
 
 
+def prompted(model, chunks):
+    """Logits of prompts that come in chunks, and what the drafter makes of the last ones."""
+    executor = make_executor(model)
+    found, contexts = [], [0] * len(chunks[0])
+    for slot in range(len(contexts)):
+        assert executor.try_allocate(slot, 24)
+    for spans in chunks:
+        lengths, slots = [len(span) for span in spans], list(range(len(spans)))
+        tokens = [token for span in spans for token in span]
+        batch = PrefillBatch.pack(tokens, lengths, slots, contexts, executor.device)
+        out = executor.prefill(batch)
+        drafted = executor.draft_extend(batch, out.hidden)
+        found += [out.logits, out.hidden, drafted.logits, drafted.hidden]
+        contexts = [a + b for a, b in zip(contexts, lengths, strict=True)]
+    return executor, found
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "bias"])
+def test_prompts_are_those_of_the_plain_model(monkeypatch, kind):
+    changes = {"dense": {}, "moe": MOE, "bias": {"attention_bias": True}}[kind]
+    model = tiny_model(1, tiny_config(**changes))
+    chunks = [[[3, 4, 5, 6, 7], [9] * 11, [1]], [[8, 2], [5], [30, 31, 32] * 4]]
+    fused, got = prompted(model, chunks)
+    assert isinstance(fused._steps, FusedModel)
+    monkeypatch.setattr(triton_ops, "serves", lambda x: False)
+    plain, want = prompted(model, chunks)
+    assert plain._steps is model
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
 class Echo:
     """One rank of two whose partial sums are whole: what it exchanges comes back, doubled."""
 

@@ -144,7 +144,8 @@ def test_few_experts(tokens, dtype):
     x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
     ids = torch.stack([torch.randperm(num_experts - 1)[:top] for _ in range(tokens)]).cuda() + 1
     ids[:, 3] = 0
-    weights = torch.rand(tokens, top, device="cuda").to(dtype)
+    weights = torch.rand(tokens, top, device="cuda")
+    weights = (weights / weights.sum(-1, keepdim=True)).to(dtype)  # as `route` gives them
     gate_up = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
     with unwritten_is_nan():
         got = run_few_experts(

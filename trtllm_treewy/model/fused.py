@@ -1,4 +1,4 @@
-"""The same model in few launches, for steps of a few tokens on a GPU.
+"""The same model in few launches, for a GPU.
 
 A decoding step is as long as its kernels in a row: at batch 1 most are so short that the time goes
 into their number. So the weights of one input are joined into one product, each residual sum is
