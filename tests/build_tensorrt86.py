@@ -2,7 +2,8 @@
 
 A process of its own for each, as check_tensorrt_model.py builds several at once, and a builder that
 crashes should take no other with it. The job names `folder` (of TensorRT), `onnx`, `output`,
-`types` (a JSON file of float tensors, or null), `profiles`, `half` and `level`.
+`types` (a JSON file of float tensors, or null), `profiles`, `half` and `level`; it may name `log`
+(a file for all that TensorRT says), `workspace` (bytes) and `cublas` (whether it may be used).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def main():
         names = json.loads(Path(job["types"]).read_text())
         types = {name: getattr(torch, dtype) for name, dtype in names.items()}
     backend = TensorRT86(Path(job["folder"]))
+    if job.get("log"):
+        backend.log_to(job["log"])
     start = time.perf_counter()
     try:
         asked = backend.build_onnx(
@@ -34,6 +37,8 @@ def main():
             half=job["half"],
             level=job["level"],
             types=types,
+            workspace=job.get("workspace", 0),
+            cublas=job.get("cublas", False),
         )
     except Refused as error:
         print(error, flush=True)

@@ -7,7 +7,8 @@ found as always. Exports the model (onnx_tensorrt86.py says what that TensorRT n
 builds prefill, verify and drafter with the plugins, and runs the runtime over them: texts and
 acceptance lengths of plain, tree and dynamic decoding, and errors of logits step by step with the
 texts forced through random trees (model_check.py). Prints a line for every check; exits with 1 if
-one failed. A stage that fails leaves the others running.
+one failed. A stage that fails leaves the others running. `--engines ENGINES` takes the engines that
+race_tensorrt86.py built for the same model.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def arguments():
     parser.add_argument("--types", default="float16,float32", help="in this order (both)")
     parser.add_argument("--level", type=int, default=1, help="of the builder's search, 0 to 5 (1)")
     parser.add_argument("--limit", type=float, default=100, help="seconds for an engine (100)")
+    parser.add_argument("--engines", type=Path, help="folder of race_tensorrt86.py: builds none")
     parser.add_argument("--json", type=Path, help="file for the results")
     return parser.parse_args()
 
@@ -152,6 +154,19 @@ class Builds(threading.Thread):
                 self.built.add(name)
                 break
         self.said[name] = "\n".join(said)
+
+
+class Engines:
+    """The engines of one type that race_tensorrt86.py left, in place of `Builds`."""
+
+    def __init__(self, folder, config, dtype):
+        self.folder, self.config, self.dtype = folder / dtype, config, dtype
+        self.built = {n for n in networks(config) if (self.folder / f"{n}.engine").is_file()}
+        winners = json.loads((folder / "winners.json").read_text()).get(dtype, {})
+        self.said = {name: f"variant {x['name']!r}" for name, x in winners.items()}
+
+    def join(self):
+        """Nothing is being built."""
 
 
 def export(model, folder, dtype):
@@ -353,7 +368,9 @@ def main():
             DEVICE,
         )  # fmt: skip
         builds = {}
-        for name in names:
+        if given.engines:
+            builds = {name: Engines(given.engines, config, name) for name in names}
+        for name in [] if given.engines else names:
             (Path(folder) / name).mkdir()
             if stages.run(f"{name}: export", export, given.model, Path(folder) / name, name):
                 builds[name] = Builds(given, config, Path(folder) / name, name, sizes)

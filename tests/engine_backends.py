@@ -179,7 +179,13 @@ class TensorRT86:
             )
         self.check(f"{step[0]} {step[1]}", status)
 
-    def build_onnx(self, model, profiles, path, *, half=True, level=3, types=None):
+    def log_to(self, path):
+        """All that TensorRT says from now on goes to a file as well, verbose."""
+        self.check(f"log {path}", self.library.engine_log_to(str(path).encode()))
+
+    def build_onnx(
+        self, model, profiles, path, *, half=True, level=3, types=None, workspace=0, cublas=False
+    ):
         """An engine of an ONNX file (bytes).
 
         Args:
@@ -189,6 +195,8 @@ class TensorRT86:
             half: whether activations are float16.
             level: how much the builder may search, 0 to 5.
             types: torch's types of float tensors by name, which the builder is to keep to.
+            workspace: bytes of scratch of one kernel, 0 for 1 GiB.
+            cublas: whether cuBLAS 12 is there and may be used.
 
         Returns:
             Layers whose type was asked for.
@@ -209,6 +217,10 @@ class TensorRT86:
                 )
                 self.check(f"profile of {name}", status)
             self.library.network_level(handle, level)
+            if workspace:
+                self.library.network_workspace(handle, ctypes.c_int64(workspace))
+            if cublas:
+                self.library.network_cublas(handle)
             if types:
                 numbers = (ctypes.c_int32 * len(types))(*[TYPES[x] for x in types.values()])
                 asked = self.library.network_types(handle, *_names(list(types)), numbers)

@@ -297,8 +297,21 @@ class Backend:
         return Engine(lower(model, path.parent, functions=True))
 
 
+def raced_engines(folder, model, without=()):
+    """A folder as race_tensorrt86.py leaves it."""
+    (folder / "float32").mkdir(parents=True)
+    export_onnx(model, folder / "float32", dtype="float32")
+    built = [p for p in (folder / "float32").glob("*.onnx") if p.stem not in without]
+    for path in built:
+        path.with_suffix(".engine").write_text("an engine")
+    winners = {"float32": {p.stem: {"name": "fences at steps"} for p in built}}
+    (folder / "winners.json").write_text(json.dumps(winners))
+    return folder
+
+
+@pytest.mark.parametrize("raced", [False, True], ids=["builds", "of a race"])
 @pytest.mark.parametrize("broken", [False, True], ids=["good", "without a drafter"])
-def test_the_whole_script(tmp_path, shipped_model, repository, monkeypatch, broken):
+def test_the_whole_script(tmp_path, shipped_model, repository, monkeypatch, capsys, broken, raced):
     """All stages in order, the report, and the exit status; without a GPU and TensorRT."""
     import argparse
 
@@ -321,8 +334,11 @@ def test_the_whole_script(tmp_path, shipped_model, repository, monkeypatch, brok
     given = argparse.Namespace(
         tensorrt86=tmp_path, model=shipped_model, prompts=3, tokens=8, types="float32",
         texts=repository / "examples/training/heldout.jsonl", json=tmp_path / "report.json",
-        level=1, limit=10,
+        level=1, limit=10, engines=None,
     )  # fmt: skip
+    if raced:
+        without = ("draft",) if broken else ()
+        given.engines = raced_engines(tmp_path / "engines", shipped_model, without)
     monkeypatch.setattr(script, "arguments", lambda: given)
     monkeypatch.setattr(script, "DEVICE", CPU)
     monkeypatch.setattr(script, "Sizes", lambda new_tokens: replace(SIZES, new_tokens=new_tokens))
@@ -334,6 +350,7 @@ def test_the_whole_script(tmp_path, shipped_model, repository, monkeypatch, brok
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a double")
     with pytest.raises(Left) as left:
         script.main()
+    assert ("variant 'fences at steps'" in capsys.readouterr().out) == raced
     report = json.loads(given.json.read_text())
     failed = [row["check"] for row in report["stages"] if not row["passed"]]
     if broken:

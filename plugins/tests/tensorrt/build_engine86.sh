@@ -13,7 +13,7 @@ cuda="$(dirname "$(dirname "$(readlink -f "$(command -v "$nvcc")")")")/include"
 flags=(-std=c++17 -O2 -fPIC -fvisibility=hidden -Wall -Wextra -Wpedantic -Werror
     -Wno-deprecated-declarations -isystem "${TENSORRT86_INCLUDE:?}" -isystem "$cuda")
 objects=()
-for source in plugins/tests/tensorrt/{engine86,plugin_v2}.cpp plugins/tensorrt/*.cpp; do
+for source in plugins/tests/tensorrt/{engine86,fence_v2,plugin_v2}.cpp plugins/tensorrt/*.cpp; do
     case "$source" in
         # The adapter to TensorRT 10 and 11, of which 8.6 knows nothing.
         */plugin_v3.cpp | */library.cpp | */tensorrt_library.cpp) continue ;;

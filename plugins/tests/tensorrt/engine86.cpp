@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "../../tensorrt/plugins.h"
+#include "fence_v2.h"
 #include "plugin_v2.h"
 
 #define ENGINE_API extern "C" __attribute__((visibility("default")))
@@ -26,12 +27,17 @@ using namespace nvinfer1;
 
 struct Logger final : ILogger {
     void log(Severity severity, const char* message) noexcept override {
-        if (severity > Severity::kWARNING) return;
+        if (severity > wanted) return;
         const std::lock_guard<std::mutex> lock(mutex);
+        // A file gets each line at once: a builder that crashes or hangs leaves what it said.
+        if (file.is_open()) file << static_cast<int>(severity) << " " << message << std::endl;
+        if (severity > Severity::kWARNING) return;
         text += std::to_string(static_cast<int>(severity)) + " " + message + "\n";
     }
     std::mutex mutex;
     std::string text;
+    Severity wanted = Severity::kWARNING;
+    std::ofstream file;
 } logger;
 
 std::string answer;
@@ -74,6 +80,8 @@ bool register_plugins() {
             std::make_unique<treewy::plugin::CreatorV2>(treewy::plugin::plugin_at(i)));
         good = getPluginRegistry()->registerCreator(*creators.back(), "treewy") && good;
     }
+    static treewy::plugin::FenceCreatorV2 fence;
+    good = getPluginRegistry()->registerCreator(fence, "treewy") && good;
     return good;
 }
 
@@ -148,6 +156,14 @@ ENGINE_API const char* engine_log() {
     answer.swap(logger.text);
     logger.text.clear();
     return answer.c_str();
+}
+
+// All that TensorRT says from now on goes to a file as well, how it chooses its kernels included.
+ENGINE_API int32_t engine_log_to(const char* path) {
+    const std::lock_guard<std::mutex> lock(logger.mutex);
+    logger.file.open(path);
+    logger.wanted = ILogger::Severity::kVERBOSE;
+    return logger.file.good() ? 0 : 1;
 }
 
 ENGINE_API void* network_new(int32_t half) {
@@ -286,6 +302,20 @@ ENGINE_API int32_t network_parse(void* handle, const char* parser, const void* m
                   static_cast<int32_t>(self.network->getOutput(i)->getType()));
     }
     return 0;
+}
+
+// Bytes that a kernel may take beside its tensors, in place of 1 GiB.
+ENGINE_API void network_workspace(void* handle, int64_t bytes) {
+    static_cast<Network*>(handle)->config->setMemoryPoolLimit(MemoryPoolType::kWORKSPACE,
+                                                              static_cast<size_t>(bytes));
+}
+
+// Lets the builder use cuBLAS, which has to be found as libcublas.so.12 and libcublasLt.so.12.
+ENGINE_API void network_cublas(void* handle) {
+    auto& config = *static_cast<Network*>(handle)->config;
+    const TacticSources on = 1u << static_cast<uint32_t>(TacticSource::kCUBLAS) |
+                             1u << static_cast<uint32_t>(TacticSource::kCUBLAS_LT);
+    config.setTacticSources(config.getTacticSources() | on);
 }
 
 // How much the builder may search, 0 to 5.
