@@ -25,9 +25,9 @@ from serving_bench.report import table
 
 from trtllm_treewy.cli.sizes import parse_size
 from trtllm_treewy.config import ModelConfig, read_json, shipped_configs
-from trtllm_treewy.export.sharding import shard_config
 from trtllm_treewy.llmapi import STATE_COMMITS
 from trtllm_treewy.memory_plan import plan
+from trtllm_treewy.rank_config import shard_config
 from trtllm_treewy.runtime.build import weight_bytes
 
 # What tools say of an H200, and what the TreeWY paper says of its B200.

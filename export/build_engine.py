@@ -30,9 +30,12 @@ from trtllm_treewy.engine_config import (
     EngineFile,
     digest,
     digest_of,
+    rank_folder,
 )
 from trtllm_treewy.new_directory import new_directory
 from trtllm_treewy.plugin_contract import VERSION
+from trtllm_treewy.rank_config import bound_config, shard_config
+from trtllm_treewy.tensorrt_package import COLLECTIVES_SINCE
 
 from .checkpoint import find_sources, resolve_dtype
 from .onnx_export import export_onnx, parameter_shapes
@@ -64,9 +67,10 @@ class BuildOptions:
         state_dtype, stash_dtype: "float32" or "bfloat16".
         attention: "standard" operators, or "onnx", the Attention operator of opset 23.
         limits: the largest sizes.
+        tensor_parallel_size: ranks that the model is divided over, a GPU each.
 
     Raises:
-        ValueError: for another attention.
+        ValueError: for another attention, or no number of ranks.
     """
 
     dtype: str = "auto"
@@ -74,11 +78,15 @@ class BuildOptions:
     stash_dtype: str = "float32"
     attention: str = STANDARD
     limits: BuildLimits = field(default_factory=BuildLimits)
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
             expected = ", ".join(ATTENTIONS)
             raise ValueError(f"attention must be one of {expected}, got {self.attention!r}")
+        ranks = self.tensor_parallel_size
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+            raise ValueError(f"tensor_parallel_size must be an integer >= 1, got {ranks!r}")
 
 
 @dataclass(frozen=True)
@@ -89,10 +97,12 @@ class BuildPlan:
         checkpoint, output: directories.
         kind: `onnx` or `tensorrt`.
         dtype: resolved.
+        part: the config of one rank's share: the model's own for one rank.
+        tensor_parallel_size: ranks. The bytes that follow are of each.
         weight_bytes: the weights, in the types of the engine, once.
         state_bytes, kv_bytes: pools of all slots and of all tokens, at run time.
         expert_bytes: scratch for the weights of the experts of a prompt's tokens.
-        disk_bytes: at the peak of the build.
+        disk_bytes: at the peak of the build, of all ranks.
         seconds: what the stages took when the engine that is there was built.
         up_to_date: that engine is what this build would make.
     """
@@ -101,6 +111,8 @@ class BuildPlan:
     output: Path
     kind: str
     dtype: str
+    part: ModelConfig
+    tensor_parallel_size: int
     weight_bytes: int
     state_bytes: int
     kv_bytes: int
@@ -134,8 +146,8 @@ def build_engine_directory(
         Whether anything was built.
 
     Raises:
-        FileNotFoundError, ValueError: the checkpoint cannot be exported, TensorRT refuses it, or
-            `output` holds something that is not an engine.
+        FileNotFoundError, ValueError: the checkpoint cannot be exported or divided, TensorRT
+            refuses it or has no collectives, or `output` holds something that is not an engine.
         OSError: the disk is too small, or cannot be written.
     """
     plan = plan_build(checkpoint, output, options, builder)
@@ -165,9 +177,16 @@ def plan_build(
             f"max_seq_len is {limits.max_seq_len}, expected at most the model's "
             f"max_position_embeddings ({config.max_position_embeddings})"
         )
+    ranks = options.tensor_parallel_size
+    if ranks > 1 and builder is not None and not builder.collectives:
+        raise ValueError(
+            f"tensor_parallel_size is {ranks}, and {builder.version} has no collectives: engines "
+            f"of several ranks need {COLLECTIVES_SINCE}"
+        )
     dtype = resolve_dtype(options.dtype, config)
     find_sources(checkpoint, parameter_shapes(config))
     there = _engine_at(output)
+    config = shard_config(config, ranks)
     weights = sum(shape.numel() for shape in parameter_shapes(config).values()) * dtype.itemsize
     state = _itemsize(options.state_dtype)
     heads = config.linear_num_value_heads * config.linear_value_head_dim
@@ -177,12 +196,15 @@ def plan_build(
     expert = 3 * config.moe_intermediate_size * config.hidden_size * dtype.itemsize
     layers = len(config.attention_layers) + config.mtp_num_hidden_layers
     kv_token = 2 * layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    copies = 1 if builder is None else 1 + len(networks(config))
+    # The networks of a rank leave when its engines are there.
+    copies = ranks if builder is None else 1 + ranks * len(networks(config))
     return BuildPlan(
         checkpoint=checkpoint,
         output=output,
         kind=ONNX if builder is None else TENSORRT,
         dtype=str(dtype).removeprefix("torch."),
+        part=config,
+        tensor_parallel_size=ranks,
         weight_bytes=weights,
         state_bytes=per_slot * len(config.linear_layers) * limits.max_batch_size,
         kv_bytes=kv_token * tokens,
@@ -271,28 +293,18 @@ def _build(
 ) -> EngineConfig:
     """Fills the directory, but for its config.json."""
     seconds: dict[str, float] = {}
-    started = time.perf_counter()
-    onnx_files = export_onnx(
-        plan.checkpoint,
-        folder,
-        dtype=plan.dtype,
-        state_dtype=getattr(torch, options.state_dtype),
-        stash_dtype=getattr(torch, options.stash_dtype),
-        attention=options.attention,
-        progress=None if progress is None else lambda *at: progress("export", *at),
-    )
-    seconds["export"] = round(time.perf_counter() - started, 2)
     scratch: dict[str, int] = {}
-    if builder is not None:
-        scratch = _build_networks(plan, options, builder, folder, seconds, progress)
-        for path in onnx_files:
-            path.unlink()
+    if builder is not None and (plan.output / TIMING_CACHE).is_file():
+        shutil.copyfile(plan.output / TIMING_CACHE, folder / TIMING_CACHE)
+    for rank in range(plan.tensor_parallel_size):
+        _build_rank(plan, options, builder, folder, rank, seconds, scratch, progress)
     for name in TEXT_FILES:
         if (plan.checkpoint / name).is_file():
             shutil.copyfile(plan.checkpoint / name, folder / name)
     files = {
-        path.name: EngineFile(path.stat().st_size, digest(path))
-        for path in sorted(folder.iterdir())
+        path.relative_to(folder).as_posix(): EngineFile(path.stat().st_size, digest(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
     }
     limits = options.limits
     return EngineConfig(
@@ -308,6 +320,7 @@ def _build(
         plugin_version=VERSION,
         plugins=builder is not None and builder.plugins,
         attention=options.attention,
+        tensor_parallel_size=plan.tensor_parallel_size,
         builder="onnx" if builder is None else builder.version,
         gpu=None if builder is None else builder.gpu,
         model=digest_of(read_json(plan.checkpoint / CONFIG_NAME)),
@@ -318,27 +331,50 @@ def _build(
     )
 
 
-def _build_networks(
+def _build_rank(
     plan: BuildPlan,
     options: BuildOptions,
-    builder: NetworkBuilder,
+    builder: NetworkBuilder | None,
     folder: Path,
+    rank: int,
     seconds: dict[str, float],
+    scratch: dict[str, int],
     progress: Progress | None,
-) -> dict[str, int]:
-    """Builds every network; adds to `seconds`, returns the scratch that each takes."""
-    scratch: dict[str, int] = {}
-    config = ModelConfig.from_pretrained(plan.checkpoint)
-    cache = folder / TIMING_CACHE
-    if (plan.output / TIMING_CACHE).is_file():
-        shutil.copyfile(plan.output / TIMING_CACHE, cache)
+) -> None:
+    """One rank's networks; adds to `seconds` and `scratch`."""
+    ranks = plan.tensor_parallel_size
+    place = folder / rank_folder(rank, ranks)
+    stage = "export" if ranks == 1 else f"export of rank {rank}"
+    started = time.perf_counter()
+    onnx_files = export_onnx(
+        plan.checkpoint,
+        place,
+        dtype=plan.dtype,
+        state_dtype=getattr(torch, options.state_dtype),
+        stash_dtype=getattr(torch, options.stash_dtype),
+        attention=options.attention,
+        ranks=ranks,
+        rank=rank,
+        progress=None if progress is None else lambda *at: progress(stage, *at),
+    )
+    _add_time(seconds, "export", started)
+    if builder is None:
+        return
+    config = bound_config(ModelConfig.from_pretrained(plan.checkpoint), ranks)
     for network in networks(config):
         started = time.perf_counter()
         profile = make_profile(network, config, options.limits)
-        source, target = folder / f"{network}.onnx", folder / f"{network}.engine"
-        scratch[network] = builder.build(source, target, [profile], cache, progress)
-        seconds[network] = round(time.perf_counter() - started, 2)
-    return scratch
+        source, target = place / f"{network}.onnx", place / f"{network}.engine"
+        # The same layers on every rank: what was timed for the first serves the others.
+        taken = builder.build(source, target, [profile], folder / TIMING_CACHE, progress)
+        scratch[network] = max(taken, scratch.get(network, 0))
+        _add_time(seconds, network, started)
+    for path in onnx_files:
+        path.unlink()
+
+
+def _add_time(seconds: dict[str, float], stage: str, started: float) -> None:
+    seconds[stage] = round(seconds.get(stage, 0.0) + time.perf_counter() - started, 2)
 
 
 def _write_config(checkpoint: Path, folder: Path, config: EngineConfig) -> None:

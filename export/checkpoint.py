@@ -21,8 +21,9 @@ from torch import Tensor
 
 from trtllm_treewy.config import ModelConfig, read_json
 from trtllm_treewy.model import SINGLE_RANK, Collectives, Qwen3_5ForCausalLM
+from trtllm_treewy.rank_config import shard_config
 
-from .sharding import shard_config, shard_tensor
+from .sharding import shard_tensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

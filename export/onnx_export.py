@@ -33,6 +33,7 @@ from trtllm_treewy.binding_names import (
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.engine_config import ATTENTIONS, STANDARD
 from trtllm_treewy.model import SINGLE_RANK, Collectives, Qwen3_5ForCausalLM
+from trtllm_treewy.rank_config import bound_config, shard_config
 
 from .checkpoint import Progress, find_sources, read_tensors, resolve_dtype
 from .onnx_collectives import GraphCollectives
@@ -51,7 +52,7 @@ from .onnx_steps import (
 )
 from .onnx_trace import Value, take_parameters
 from .onnx_trees import segments, tree
-from .sharding import bound_config, shard_config, shard_tensor
+from .sharding import shard_tensor
 
 WEIGHTS = "weights.bin"
 # Where a tensor may start: on a page, so that runtimes can map the file.

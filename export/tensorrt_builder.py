@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trtllm_treewy.tensorrt_package import (
+    COLLECTIVES_SINCE,
     import_tensorrt,
     load_plugins,
     make_logger,
@@ -17,7 +18,6 @@ from trtllm_treewy.tensorrt_package import (
 from .onnx_collectives import COLLECTIVE
 from .profiles import Profile
 
-COLLECTIVES_SINCE = "TensorRT 10.16 or later"
 Stage = Callable[[str, int, int], None]
 
 
@@ -28,11 +28,13 @@ class NetworkBuilder(Protocol):
         version: program and version.
         gpu: that the engines are for, by `engine_config.gpu_identity`; None for any.
         plugins: whether GDN nodes become plugins, and not what their functions say.
+        collectives: whether it takes the networks of several ranks.
     """
 
     version: str
     gpu: str | None
     plugins: bool
+    collectives: bool
 
     def build(
         self,
@@ -86,6 +88,7 @@ class TensorRTBuilder:
         self.version = name_of(trt)
         self.gpu = gpu
         self.plugins = plugins is not None
+        self.collectives = hasattr(trt.LayerType, "DIST_COLLECTIVE")
         self._logger = make_logger(trt)
         if plugins is not None:
             if not plugins.is_file():
@@ -109,11 +112,11 @@ class TensorRTBuilder:
         parser = trt.OnnxParser(network, self._logger)
         if not parser.parse_from_file(str(onnx_file)):
             errors = [str(parser.get_error(i)) for i in range(parser.num_errors)]
-            if any(COLLECTIVE in error for error in errors) and not self._has_collectives:
+            if any(COLLECTIVE in error for error in errors) and not self.collectives:
                 errors.append(f"networks of several ranks need {COLLECTIVES_SINCE}")
             raise ValueError(f"{onnx_file.name}: TensorRT cannot parse it: {'; '.join(errors)}")
         config = self._make_config(builder, profiles, timing_cache, progress)
-        if self._has_collectives:
+        if self.collectives:
             self._allow_collectives(network, config)
         engine = builder.build_serialized_network(network, config)
         if engine is None:
@@ -132,10 +135,6 @@ class TensorRTBuilder:
             said = reasons(self._logger)
             raise ValueError(f"{name}: TensorRT cannot load what it has built: {said}")
         return int(engine.device_memory_size_v2)
-
-    @property
-    def _has_collectives(self) -> bool:
-        return hasattr(self._trt.LayerType, "DIST_COLLECTIVE")
 
     def _allow_collectives(self, network: Any, config: Any) -> None:
         """Networks of several ranks were a preview feature in 10.16."""

@@ -81,8 +81,9 @@ def build_engine(
         speculation, cache: validated settings.
         dtype, device: activation type and place of the model that `load` gives.
         max_batch_size, max_seq_len, max_num_tokens: see `LLM`.
-        source: of the executor in place of the torch one, which loads nothing then.
-        make_ranks: starts the ranks, which load the model in place of `load`.
+        source: of the executor in place of the torch one, which loads nothing then. With
+            `make_ranks`, what it says of memory holds for each rank, and nothing is made of it.
+        make_ranks: starts the ranks, which make their executors in place of `load` and `source`.
         graphs: which steps are captured, None for none; those of the torch executor alone can be.
         capture: called with (shapes captured, shapes in all).
         free: bytes that may be allocated, the weights included, where that is not what `device` has

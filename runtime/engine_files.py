@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,10 +20,17 @@ from trtllm_treewy.engine_config import (
     EngineConfig,
     EngineMismatchError,
     gpu_identity,
+    rank_folder,
 )
 from trtllm_treewy.llmapi import KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.plugin_contract import VERSION
-from trtllm_treewy.tensorrt_package import import_tensorrt, load_plugins, name_of
+from trtllm_treewy.rank_config import bound_config
+from trtllm_treewy.tensorrt_package import (
+    COLLECTIVES_SINCE,
+    import_tensorrt,
+    load_plugins,
+    name_of,
+)
 
 from .buckets import Buckets
 from .cuda_streams import CudaStreams, Streams
@@ -33,6 +42,7 @@ from .executor_network import (
     PoolTypes,
     needed_networks,
 )
+from .process_group import ProcessGroup
 from .step_buffers import (
     STASH,
     StepBuffers,
@@ -85,11 +95,20 @@ def check_engine(
         raise EngineMismatchError(
             f"{directory}: ONNX Runtime's CPU provider has no bfloat16; build it with float32"
         )
-    if engine.kind == ONNX and find_spec("onnxruntime") is None:
+    # The graph of one of several ranks has to be cut at its collectives.
+    packages = ("onnxruntime",) if engine.tensor_parallel_size == 1 else ("onnxruntime", "onnx")
+    missing = [name for name in packages if find_spec(name) is None]
+    if engine.kind == ONNX and missing:
         raise EngineMismatchError(
-            f"{directory} is an engine for ONNX Runtime, and the package onnxruntime is not "
-            "installed: pip install onnxruntime"
+            f"{directory} is an engine for ONNX Runtime, and the package {missing[0]} is not "
+            f"installed: pip install {missing[0]}"
         )
+    for rank in range(engine.tensor_parallel_size):
+        if not engine.rank_files(rank):
+            raise EngineMismatchError(
+                f"{directory} is an engine of {engine.tensor_parallel_size} ranks, and has no "
+                f"networks of rank {rank}: build it again"
+            )
     engine.check_files(directory, contents=False)
 
 
@@ -113,6 +132,11 @@ def _check_gpu(engine: EngineConfig, directory: Path, device: torch.device) -> N
         raise EngineMismatchError(
             f"{directory} was built with {engine.builder}, this is {name_of(trt)}: install that "
             "version, or build it again"
+        )
+    if engine.tensor_parallel_size > 1 and not hasattr(trt.IExecutionContext, "set_communicator"):
+        raise EngineMismatchError(
+            f"{directory} is an engine of {engine.tensor_parallel_size} ranks, and {name_of(trt)} "
+            f"takes no communicator: that needs {COLLECTIVES_SINCE}"
         )
     if not engine.plugins:
         raise EngineMismatchError(
@@ -165,7 +189,7 @@ def executor_maker(
             f"an engine drafts at most {MAX_NODES} nodes at once, got dynamic_tree_max_topK="
             f"{speculation.top_k}"
         )
-    config = ModelConfig.from_pretrained(directory)
+    config = _bound(directory, engine)
     return ExecutorSource(
         make=lambda limits: open_engine(directory, limits, device, graphs=graphs),
         weights=lambda limits: _weight_bytes(engine, config, limits),
@@ -175,10 +199,14 @@ def executor_maker(
 
 
 def _weight_bytes(engine: EngineConfig, config: ModelConfig, limits: ExecutorLimits) -> int:
-    """Of all networks: each TensorRT engine has its own copy, ONNX files share theirs."""
+    """Of all networks of a rank: each TensorRT engine has its own copy, ONNX files share theirs.
+
+    Ranks are alike: rank 0's are those of each.
+    """
+    files = engine.rank_files(0)
     if engine.kind == ONNX:
-        return sum(file.bytes for name, file in engine.files.items() if name.endswith(".bin"))
-    return sum(engine.files[f"{name}.engine"].bytes for name in needed_networks(config, limits))
+        return sum(file.bytes for name, file in files.items() if name.endswith(".bin"))
+    return sum(files[f"{name}.engine"].bytes for name in needed_networks(config, limits))
 
 
 def _step_bytes(engine: EngineConfig, config: ModelConfig, limits: ExecutorLimits) -> int:
@@ -198,8 +226,9 @@ def open_engine(
     *,
     threads: int = 0,
     graphs: bool = True,
+    group: ProcessGroup | None = None,
 ) -> NetworkExecutor:
-    """The executor over the networks of an engine's directory.
+    """The executor over the networks of an engine's directory, or over those of one rank.
 
     Args:
         directory: of an engine.
@@ -207,6 +236,7 @@ def open_engine(
         device: the CPU for an `onnx` engine, the GPU that a `tensorrt` engine was built on.
         threads: of ONNX Runtime; 0 leaves it to ONNX Runtime.
         graphs: whether a `tensorrt` engine's steps become CUDA graphs.
+        group: of the ranks that an engine of several is for; tells which of them this is.
 
     Raises:
         ValueError: it is no engine, or does not fit (`check_engine`, `check_limits`).
@@ -217,12 +247,14 @@ def open_engine(
         raise ValueError(f"{directory} is not an engine: build one with trtllm-treewy build")
     check_engine(engine, directory, device)
     check_limits(engine, limits)
-    config = ModelConfig.from_pretrained(directory)
-    capacity = None
+    ranks = 1 if group is None else group.ranks
+    check_ranks(engine, directory, ranks)
+    config, capacity = _bound(directory, engine), None
+    place = directory / rank_folder(0 if group is None else group.rank, ranks)
     if engine.kind == ONNX:
-        parts = _onnx_parts(directory, config, limits, threads)
+        parts = _onnx_parts(place, config, limits, threads, group)
     else:
-        parts = _tensorrt_parts(directory, engine, config, limits, device, graphs)
+        parts = _tensorrt_parts(place, engine, config, limits, device, graphs, group)
         nodes = max(limits.max_batch_size * limits.max_nodes, widest_level(limits))
         capacity = DrafterCapacity(entries=engine.max_num_tokens, nodes=nodes)
     types = PoolTypes(
@@ -231,6 +263,45 @@ def open_engine(
         kv=getattr(torch, engine.kv_dtype),
     )
     return NetworkExecutor(config, limits, parts, types=types, device=device, capacity=capacity)
+
+
+def check_ranks(engine: EngineConfig, directory: Path, ranks: int) -> None:
+    """Raises EngineMismatchError where an engine is for another number of ranks."""
+    built = engine.tensor_parallel_size
+    if built != ranks:
+        devices = "one device" if built == 1 else f"{built} ranks, a device each"
+        raise EngineMismatchError(
+            f"tensor_parallel_size is {ranks}, expected {built}: {directory} is an engine for "
+            f"{devices}; leave it out, or build with --tensor-parallel-size {ranks}"
+        )
+
+
+@dataclass(frozen=True)
+class EngineRank:
+    """Opens the networks of one rank: a `rank_worker.Make`.
+
+    Attributes:
+        directory: the engine's.
+        graphs: see `open_engine`.
+    """
+
+    directory: Path
+    graphs: bool
+
+    def __call__(
+        self, group: ProcessGroup, limits: ExecutorLimits, options: dict[str, Any]
+    ) -> NetworkExecutor:
+        """The rank's executor; the engine decides what `options` would."""
+        return open_engine(
+            self.directory, limits, group.device, threads=torch.get_num_threads(),
+            graphs=self.graphs, group=group,
+        )  # fmt: skip
+
+
+def _bound(directory: Path, engine: EngineConfig) -> ModelConfig:
+    """What the networks are bound with: of several ranks, one's share of the heads."""
+    config = ModelConfig.from_pretrained(directory)
+    return bound_config(config, engine.tensor_parallel_size)
 
 
 def binding_types(engine: EngineConfig) -> dict[str, torch.dtype]:
@@ -247,12 +318,21 @@ def binding_types(engine: EngineConfig) -> dict[str, torch.dtype]:
 
 
 def _onnx_parts(
-    directory: Path, config: ModelConfig, limits: ExecutorLimits, threads: int
+    directory: Path,
+    config: ModelConfig,
+    limits: ExecutorLimits,
+    threads: int,
+    group: ProcessGroup | None,
 ) -> Mapping[str, Network]:
     from .network_onnx import OnnxNetwork
 
+    network: Any = OnnxNetwork
+    if group is not None:
+        from .network_onnx_ranks import OnnxRankNetwork
+
+        network = partial(OnnxRankNetwork, group=group)
     return {
-        name: OnnxNetwork(directory / f"{name}.onnx", bindings(name, config), threads)
+        name: network(directory / f"{name}.onnx", bindings(name, config), threads=threads)
         for name in needed_networks(config, limits)
     }
 
@@ -269,6 +349,7 @@ def _tensorrt_parts(
     limits: ExecutorLimits,
     device: torch.device,
     graphs: bool,
+    group: ProcessGroup | None,
 ) -> Mapping[str, Network]:
     from .network_tensorrt import StepShapes, TensorRTEngines, TensorRTNetwork
 
@@ -278,7 +359,8 @@ def _tensorrt_parts(
     tokens = engine.max_num_tokens
     streams = make_streams(device)
     with streams.scope():
-        shared = TensorRTEngines(trt, streams, device)
+        communicator = None if group is None else group.communicator
+        shared = TensorRTEngines(trt, streams, device, communicator)
         engines = {name: shared.load(directory / f"{name}.engine") for name in parts}
         shared.reserve_scratch(engines)
         buffers = StepBuffers(device, bytes_needed(config, parts, types, limits, tokens))

@@ -20,12 +20,11 @@ from trtllm_treewy.config import ModelConfig
 from .acceptance import Acceptance
 from .device_memory import free_memory
 from .errors import EngineDeadError
-from .executor import ExecutorLimits, StepOutput
-from .executor_torch import TorchExecutor
+from .executor import Executor, ExecutorLimits, StepOutput
 from .prefix_cache import CachedPrefix, Pages
 from .process_group import ProcessGroup, make_store
 from .rank_messages import take_tensors
-from .rank_worker import Build, Call, Join, Load, Note, describe, make_rank_executor, meet
+from .rank_worker import Build, Call, Join, Make, Note, describe, meet
 from .rank_workers import RankWorkers, interrupt_later, threads_of_each
 
 # Seconds that a collective waits for the other ranks.
@@ -39,9 +38,10 @@ class RankGroup:
 
     Args:
         config: of one rank's share.
-        load: gives a rank's model; it goes to the other processes, so it must be picklable.
+        make: makes a rank's executor (`make_torch_rank`, `engine_files.EngineRank`, each with what
+            it opens); it goes to the other processes, so it must be picklable.
         devices: of each rank, as `devices_of` gives them.
-        load_first: in place of `load` for rank 0, where that does more (tells of its progress).
+        make_first: in place of `make` for rank 0, where that does more (tells of its progress).
         timeout: seconds that a collective waits for the other ranks.
 
     Raises:
@@ -51,14 +51,14 @@ class RankGroup:
     def __init__(
         self,
         config: ModelConfig,
-        load: Load,
+        make: Make,
         devices: Sequence[torch.device],
         *,
-        load_first: Load | None = None,
+        make_first: Make | None = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         self.config, self.ranks = config, len(devices)
-        self._load, self._load_first = load, load_first or load
+        self._make, self._make_first = make, make_first or make
         ranks = self.ranks
         store = make_store(ranks, timeout)
         self._workers = RankWorkers(ranks, threads_of_each(ranks, devices[0]))
@@ -95,10 +95,10 @@ class RankGroup:
         """Loads every rank's share and makes the executors, with `TorchExecutor`'s `options`.
 
         Raises:
-            EngineDeadError: another rank could not; errors of rank 0 as `load` raises them.
+            EngineDeadError: another rank could not; errors of rank 0 as `make` raises them.
         """
-        self._workers.send([Build(self._load, limits, options)] * (self.ranks - 1))
-        local = make_rank_executor(Build(self._load_first, limits, options), self._group)
+        self._workers.send([Build(self._make, limits, options)] * (self.ranks - 1))
+        local = self._make_first(self._group, limits, options)
         self._workers.answers()
         meet(self._group)
         return DistributedExecutor(local, self._group, self._workers)
@@ -114,7 +114,7 @@ class DistributedExecutor:
     Every step raises `EngineDeadError` once a rank is lost; what only changes the books does not.
     """
 
-    def __init__(self, local: TorchExecutor, group: ProcessGroup, workers: RankWorkers) -> None:
+    def __init__(self, local: Executor, group: ProcessGroup, workers: RankWorkers) -> None:
         self.limits, self.device = local.limits, local.device
         self._local, self._group, self._workers = local, group, workers
         self._pages = _AllPages(local.pages, self._note)
@@ -186,7 +186,11 @@ class DistributedExecutor:
 
     def close(self) -> None:
         """Ends the other ranks' processes; safe to call twice."""
-        self._workers.close()
+        try:
+            # First: what it runs with may hold on to the group's communicator.
+            self._local.close()
+        finally:
+            self._workers.close()
 
     def _on_all(self, method: str, *arguments: Any) -> Any:
         """Calls `method` on every rank; what rank 0's gives.

@@ -38,6 +38,10 @@ class Network(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Lets go of what it runs with; nothing may be run afterwards. Safe to call twice."""
+        ...
+
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Runs it over its other inputs by name (`binding_names`).
 
@@ -138,6 +142,11 @@ class NetworkExecutor(SequencePools):
                 part.bind(self._caches(layers, config.mtp_num_hidden_layers))
             else:
                 part.bind({**self._caches(0, layers), **self._states()})
+
+    def close(self) -> None:
+        """See `Executor`."""
+        for part in self._parts.values():
+            part.close()
 
     # ---- the model
 

@@ -43,9 +43,7 @@ class OnnxNetwork:
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
         try:
-            self._session: Any = onnxruntime.InferenceSession(
-                str(path), options, providers=["CPUExecutionProvider"]
-            )
+            self._session = self._open(path, options)
         except Exception as error:  # its exceptions have no common base of their own
             raise ValueError(f"{path}: ONNX Runtime cannot open it: {error}") from None
         self._tensors = tensors
@@ -54,6 +52,15 @@ class OnnxNetwork:
             raise ValueError(f"{path}: not the network of this model: its inputs differ")
         self._types = {x.name: _NUMPY_TYPES[x.type] for x in self._session.get_inputs()}
         self._pools: dict[str, Tensor] = {}
+
+    def _open(self, path: Path, options: Any) -> Any:
+        """A session over the file."""
+        import onnxruntime
+
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def close(self) -> None:
+        """See `executor_network.Network`; the session goes with the network."""
 
     def bind(self, pools: Mapping[str, Tensor]) -> None:
         """See `executor_network.Network`."""

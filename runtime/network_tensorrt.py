@@ -9,6 +9,7 @@ larger than the buckets, are enqueued with their own shapes.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 from collections import OrderedDict
@@ -67,10 +68,19 @@ class TensorRTEngines:
         trt: the module `tensorrt`.
         streams: where they run.
         device: where their memory is.
+        communicator: gives the address of the ranks' NCCL communicator, which must outlive the
+            contexts; None for engines of one rank. Called when the first context is made.
     """
 
-    def __init__(self, trt: Any, streams: Streams, device: torch.device) -> None:
+    def __init__(
+        self,
+        trt: Any,
+        streams: Streams,
+        device: torch.device,
+        communicator: Callable[[], int] | None = None,
+    ) -> None:
         self.trt, self.streams, self.device = trt, streams, device
+        self._communicator = communicator
         self.logger = make_logger(trt)
         self._runtime = trt.Runtime(self.logger)
         self.scratch = torch.empty(0, dtype=torch.uint8, device=device)
@@ -100,7 +110,23 @@ class TensorRTEngines:
             raise RuntimeError(f"{name}: TensorRT gives no context: {reasons(self.logger)}")
         if self.scratch.numel():
             context.set_device_memory(self.scratch.data_ptr(), self.scratch.numel())
+        if self._communicator is not None:
+            # From TensorRT 11 on this waits for the other ranks, which make the same contexts.
+            done = context.set_communicator(_capsule(self._communicator()))
+            if not done:
+                said = reasons(self.logger)
+                raise RuntimeError(
+                    f"{name}: TensorRT does not take the ranks' communicator: {said}"
+                )
         return context
+
+
+def _capsule(address: int) -> Any:
+    """A pointer as TensorRT's Python package takes it."""
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype = ctypes.py_object
+    make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return make(address, None, None)
 
 
 class TensorRTNetwork:
@@ -144,6 +170,12 @@ class TensorRTNetwork:
         for sizes in shapes.largest:
             given = {x.name: shape_of(x, sizes) for x in self._inputs if not x.is_pool}
             self._profile(given)
+
+    def close(self) -> None:
+        """Lets go of all contexts, which may not outlive the ranks' communicator."""
+        self._shared.streams.synchronize()
+        self._steps.clear()
+        self._free = None
 
     def bind(self, pools: Mapping[str, Tensor]) -> None:
         """See `executor_network.Network`; the pools' memory must stay where it is."""

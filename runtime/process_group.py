@@ -22,6 +22,8 @@ c10d: Any = distributed_c10d
 HOST = "127.0.0.1"  # all ranks are on one machine
 # Where a tensor may start in a packed broadcast: on a multiple of every element's size.
 ALIGNMENT = 16
+# Where `ProcessGroupNCCL._comm_ptr` came.
+COMMUNICATOR_SINCE = "2.8 or later"
 
 
 def make_store(ranks: int, timeout: float) -> Any:
@@ -106,6 +108,26 @@ class ProcessGroup:
             span[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for span, tensor in zip(spans, tensors, strict=True)
         ]
+
+    def communicator(self) -> int:
+        """Address of the NCCL communicator, which lives as long as the group is not aborted.
+
+        It is there once all ranks have run a collective.
+
+        Raises:
+            RuntimeError: there is none, on a CPU or before that, or torch does not give it.
+        """
+        address = getattr(self._backend, "_comm_ptr", None)
+        if address is None:
+            raise RuntimeError(
+                f"torch {torch.__version__} gives no NCCL communicator on {self.device}: engines "
+                f"of several ranks need GPUs and torch {COMMUNICATOR_SINCE}"
+            )
+        with torch.cuda.device(self.device):
+            found = int(address())
+        if not found:
+            raise RuntimeError("the ranks have not met: NCCL has no communicator yet")
+        return found
 
     def abort(self) -> None:
         """Ends the group, and what waits for a rank that is gone; from any thread, also twice."""

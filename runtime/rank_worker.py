@@ -23,13 +23,15 @@ from trtllm_treewy.model import Collectives, Qwen3_5ForCausalLM
 
 from .device_memory import free_memory
 from .errors import EngineDeadError
-from .executor import ExecutorLimits
+from .executor import Executor, ExecutorLimits
 from .executor_torch import TorchExecutor
 from .process_group import ProcessGroup, join_store
 from .rank_messages import places, put_tensors
 
 Load = Callable[[torch.device, Collectives], Qwen3_5ForCausalLM]
 """Gives a rank's model on a device; a function that can be pickled."""
+Make = Callable[["ProcessGroup", ExecutorLimits, "dict[str, Any]"], Executor]
+"""Makes a rank's executor, given a `TorchExecutor`'s options; a function that can be pickled."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Join:
 class Build:
     """Second message: the executor to make."""
 
-    load: Load
+    make: Make
     limits: ExecutorLimits
     options: dict[str, Any]
 
@@ -123,7 +125,8 @@ def _serve(line: Connection) -> None:
         join = _receive(line)
         group = _join(join)
         line.send(Ready(free_memory(join.device)))
-        executor = make_rank_executor(_receive(line), group)
+        build = _receive(line)
+        executor = build.make(group, build.limits, build.options)
         line.send(Ready())
         meet(group)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -161,9 +164,11 @@ def _join(join: Join) -> ProcessGroup:
     return ProcessGroup(store, join.rank, join.ranks, join.device, join.timeout)
 
 
-def make_rank_executor(build: Build, group: ProcessGroup) -> TorchExecutor:
-    """One rank's executor over its share of the model."""
-    return TorchExecutor(build.load(group.device, group), build.limits, **build.options)
+def make_torch_rank(
+    load: Load, group: ProcessGroup, limits: ExecutorLimits, options: dict[str, Any]
+) -> TorchExecutor:
+    """One rank's torch executor over its share of the model."""
+    return TorchExecutor(load(group.device, group), limits, **options)
 
 
 def meet(group: ProcessGroup) -> None:

@@ -30,6 +30,9 @@ class TensorRT86Network:
         if odd:
             raise ValueError(f"the engine differs from the network in {', '.join(sorted(odd))}")
 
+    def close(self):
+        """See `executor_network.Network`; the engine goes with the network."""
+
     def bind(self, pools):
         """See `executor_network.Network`."""
         for x in self._tensors.inputs:

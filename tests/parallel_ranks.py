@@ -13,8 +13,9 @@ from onnx_cases import random_prompts, random_tree
 
 from trtllm_treewy.binding_names import Bindings
 from trtllm_treewy.config import ModelConfig
-from trtllm_treewy.export.sharding import shard_config, shard_tensor
+from trtllm_treewy.export.sharding import shard_tensor
 from trtllm_treewy.model import SINGLE_RANK, Qwen3_5ForCausalLM
+from trtllm_treewy.rank_config import shard_config
 from trtllm_treewy.runtime.acceptance import greedy_accept
 
 VOCAB = 96
@@ -230,6 +231,9 @@ class RankNetwork:
 
     def __init__(self, joint, pools, rank, meeting):
         self._joint, self._pools, self._rank, self._meeting = joint, pools, rank, meeting
+
+    def close(self):
+        pass
 
     def bind(self, pools):
         self._pools.update({f"rank{self._rank}/{name}": x for name, x in pools.items()})

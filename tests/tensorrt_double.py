@@ -21,9 +21,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 
 from trtllm_treewy.plugin_contract import NAMESPACE, PLUGINS
 from trtllm_treewy.plugin_contract import VERSION as PLUGIN_VERSION
+from trtllm_treewy.runtime.network_onnx_ranks import COLLECTIVE, OnnxRankSession
 
 VERSION, GPU = "10.14.1.48", "Double GPU sm_00"
 HANDLE = 7
@@ -86,7 +88,7 @@ class Runtime:
         data = bytes(serialized_engine)
         head, _, body = data.partition(b"\n")
         model = onnx.ModelProto.FromString(body)
-        known = {creator.name for creator in self._registry.all_creators}
+        known = {creator.name for creator in self._registry.all_creators} | {COLLECTIVE}
         for node in model.graph.node:
             if node.domain == NAMESPACE and node.op_type not in known:
                 self._logger.log(ILogger.ERROR, f"no creator for {node.op_type}")
@@ -99,7 +101,11 @@ class ICudaEngine:
 
     def __init__(self, runtime, profiles, model):
         self._runtime, self._profiles = runtime, profiles
-        self._session = _session(model.SerializeToString(deterministic=True))
+        # A graph of one of several ranks is cut at its collectives, for a context's group.
+        self._divided = any(node.op_type == COLLECTIVE for node in model.graph.node)
+        self._model = model if self._divided else None
+        data = model.SerializeToString(deterministic=True)
+        self._session = None if self._divided else _session(data)
         self._tensors = {}
         for mode, some in (
             (TensorIOMode.INPUT, model.graph.input),
@@ -144,14 +150,23 @@ class ICudaEngine:
     def get_tensor_profile_shape(self, name, profile_index):
         return [tuple(shape) for shape in self._profiles[profile_index][name]]
 
-    def _compute(self, shapes, addresses, scratch):
+    def _joined(self, group):
+        """The session of all ranks together."""
+        if self._session is None:
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads, options.log_severity_level = 1, 3
+            self._session = OnnxRankSession(self._model, Path.cwd(), group, options)
+        return self._session
+
+    def _compute(self, shapes, addresses, scratch, group):
         ctypes.memset(scratch[0], 0xAB, scratch[1])
         feed = {}
         for name, (mode, kind, _) in self._tensors.items():
             if mode == TensorIOMode.INPUT:
                 feed[name] = _memory(addresses[name], shapes[name], kind).copy()
         names = [n for n, x in self._tensors.items() if x[0] == TensorIOMode.OUTPUT]
-        for name, value in zip(names, self._session.run(names, feed), strict=True):
+        session = self._joined(group) if self._divided else self._session
+        for name, value in zip(names, session.run(names, feed), strict=True):
             _memory(addresses[name], value.shape, value.dtype)[...] = value
 
     def create_execution_context(self, strategy):
@@ -168,8 +183,6 @@ def _memory(address, shape, kind):
 @lru_cache(maxsize=8)
 def _session(model):
     """Many tests load the same plans."""
-    import onnxruntime
-
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
@@ -179,7 +192,7 @@ def _session(model):
 def _states(model):
     """Names of outputs that a plugin wants at the address of an input, and that input's."""
     for node in model.graph.node:
-        if node.domain != NAMESPACE:
+        if node.op_type not in PLUGINS:
             continue
         spec = PLUGINS[node.op_type]
         inputs = [x.name for x in spec.inputs_with(**_fields(node))]
@@ -200,7 +213,7 @@ class IExecutionContext:
         self._log = engine._runtime._logger
         self._events = engine._runtime._events
         self._shapes, self._addresses = {}, {}
-        self._scratch = None
+        self._scratch = self._group = None
         self._profile = 0
         self._ran = False
         self._changes = 0
@@ -220,6 +233,16 @@ class IExecutionContext:
         assert memory % 64 == 0  # of the CPU's allocator; on a GPU it is 256
         assert size >= self._engine.device_memory_size_v2
         self._scratch = memory, size
+
+    def set_communicator(self, communicator):
+        """A capsule of the address of a group, which stands for a NCCL communicator's."""
+        if not self._engine._divided:
+            return self._refuse("the engine is of one rank")
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        self._group = ctypes.cast(get(communicator, None), ctypes.py_object).value
+        self._events.append(("communicator", self))
+        return True
 
     def set_input_shape(self, name, shape):
         assert self._engine.get_tensor_mode(name) == TensorIOMode.INPUT
@@ -252,6 +275,8 @@ class IExecutionContext:
         assert state.depth, "enqueued outside the stream's scope"
         if self._scratch is None:
             return self._refuse("there is no scratch memory")
+        if self._engine._divided and self._group is None:
+            return self._refuse("there is no communicator")
         missing = self._engine._tensors.keys() - self._addresses.keys()
         if missing or self.infer_shapes():
             return self._refuse(f"no address or shape of {missing} {self.infer_shapes()}")
@@ -274,7 +299,7 @@ class IExecutionContext:
         return False
 
     def _compute(self):
-        self._engine._compute(self._shapes, self._addresses, self._scratch)
+        self._engine._compute(self._shapes, self._addresses, self._scratch, self._group)
 
 
 class HostStreams:
@@ -323,7 +348,13 @@ def make_module(streams=None):
     module.Runtime = type(
         "Runtime", (Runtime,), {"_registry": registry, "_events": events, "_streams": streams}
     )
-    for value in (DataType, TensorIOMode, ExecutionContextAllocationStrategy, ILogger):
+    for value in (
+        DataType,
+        TensorIOMode,
+        ExecutionContextAllocationStrategy,
+        ILogger,
+        IExecutionContext,
+    ):
         setattr(module, value.__name__, value)
     module.get_plugin_registry = lambda: registry
     module.events, module.streams, module.registry = events, streams, registry
@@ -336,7 +367,10 @@ class DoubleBuilder:
     Inputs that nothing depends on are dropped, as TensorRT may do.
     """
 
-    version, gpu, plugins = f"tensorrt {VERSION}", GPU, True
+    version, gpu, plugins, collectives = f"tensorrt {VERSION}", GPU, True, True
+
+    def __init__(self, gpu=GPU):
+        self.gpu = gpu
 
     def build(self, onnx_file, plan, profiles, timing_cache, progress=None):
         model = onnx.load(onnx_file)

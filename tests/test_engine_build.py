@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 class Recorder:
-    version, gpu, plugins = "recorder 1", "some GPU sm_90", True
+    version, gpu, plugins, collectives = "recorder 1", "some GPU sm_90", True, True
 
     def __init__(self, fail_at=None):
         self.calls, self.fail_at = [], fail_at
@@ -399,8 +399,8 @@ def test_engines_that_do_not_fit_are_refused(model, tmp_path, monkeypatch):
         ("max_batch_size", "8"), ("max_nodes", 0), ("max_seq_len", True), ("max_num_tokens", None),
         ("kv_dtype", "float8"), ("stash_dtype", 1), ("kind", []), ("attention", "flash"),
         ("plugins", 1), ("gpu", 3), ("builder", None), ("scratch", {"verify": -1}),
-        ("seconds", {"verify": "1"}), ("files", []), ("files", {"a": {"bytes": 1}}),
-        ("files", {"a": {"bytes": "1", "sha256": ""}}),
+        ("tensor_parallel_size", 0), ("seconds", {"verify": "1"}), ("files", []),
+        ("files", {"a": {"bytes": 1}}), ("files", {"a": {"bytes": "1", "sha256": ""}}),
     ):  # fmt: skip
         good = (out / "config.json").read_text()
         edited(out, **{key: value})
@@ -410,8 +410,8 @@ def test_engines_that_do_not_fit_are_refused(model, tmp_path, monkeypatch):
     edited(out, surprise=1)
     with pytest.raises(ValueError, match="missing or unknown: surprise"):
         EngineConfig.read(out)
-    edited(out, format=1)
-    with pytest.raises(ValueError, match="has format 1, this version reads 2"):
+    edited(out, format=2)
+    with pytest.raises(ValueError, match="has format 2, this version reads 3"):
         EngineConfig.read(out)
     # One of another format is an engine all the same, and may be replaced.
     assert build_engine_directory(model, out, OPTIONS)

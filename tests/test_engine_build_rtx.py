@@ -92,8 +92,8 @@ from trtllm_treewy.binding_names import networks
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.export.onnx_export import export_onnx
 from trtllm_treewy.export.profiles import BuildLimits, make_profile
-from trtllm_treewy.export.sharding import bound_config
 from trtllm_treewy.export.tensorrt_builder import TensorRTBuilder
+from trtllm_treewy.rank_config import bound_config
 
 ranks, seen = 2, []
 class Builder(TensorRTBuilder):

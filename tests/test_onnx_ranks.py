@@ -26,8 +26,8 @@ from parallel_ranks import (
 
 from trtllm_treewy.binding_names import bindings, networks
 from trtllm_treewy.export.onnx_export import ExportTypes, export_onnx, make_network, write_networks
-from trtllm_treewy.export.sharding import bound_config, shard_config
 from trtllm_treewy.export.tensorrt_builder import TensorRTBuilder
+from trtllm_treewy.rank_config import bound_config, shard_config
 from trtllm_treewy.runtime.executor_network import NetworkExecutor
 from trtllm_treewy.runtime.executor_torch import TorchExecutor
 from trtllm_treewy.runtime.network_onnx import OnnxNetwork

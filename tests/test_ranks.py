@@ -24,17 +24,17 @@ from trtllm_treewy import llm as llm_module
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.export.checkpoint import load_rank
-from trtllm_treewy.export.sharding import shard_config
 from trtllm_treewy.model import Qwen3_5ForCausalLM
 from trtllm_treewy.model.collectives import SingleRank
 from trtllm_treewy.model.dummy import dummy_rank
+from trtllm_treewy.rank_config import shard_config
 from trtllm_treewy.runtime import async_engine, rank_worker, rank_workers
 from trtllm_treewy.runtime.async_engine import AsyncEngine
 from trtllm_treewy.runtime.errors import EngineDeadError
 from trtllm_treewy.runtime.executor import ExecutorLimits
 from trtllm_treewy.runtime.executor_distributed import RankGroup
 from trtllm_treewy.runtime.rank_messages import places, put_tensors, take_tensors
-from trtllm_treewy.runtime.rank_worker import Call, Note
+from trtllm_treewy.runtime.rank_worker import Call, Note, make_torch_rank
 
 PROMPTS = [[5, 6, 7, 8] * 9, [11, 3], [40, 41, 42, 43, 44], [5, 6, 7, 8] * 9 + [1, 2]]
 SETTINGS = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_seq_len": 256}
@@ -324,9 +324,12 @@ def test_no_process_outlives_the_first(number, shipped_model):
 def test_a_rank_that_cannot_load_is_told(shipped_model):
     """What is wrong on another rank alone: here it does not find the checkpoint."""
     config = ModelConfig.from_pretrained(shipped_model)
-    here, nowhere = (partial(load_rank, x, config, "float32") for x in (shipped_model, "nowhere"))
+    here, nowhere = (
+        partial(make_torch_rank, partial(load_rank, x, config, "float32"))
+        for x in (shipped_model, "nowhere")
+    )
     part = shard_config(config, 2)
-    group = RankGroup(part, nowhere, [torch.device("cpu")] * 2, load_first=here, timeout=20)
+    group = RankGroup(part, nowhere, [torch.device("cpu")] * 2, make_first=here, timeout=20)
     limits = ExecutorLimits(1, 32, 1, 1, 8, 8)
     with pytest.raises(EngineDeadError, match="rank 1: FileNotFoundError: model directory 'now"):
         group.start(limits, {})

@@ -17,7 +17,8 @@ from parallel_ranks import (
 )
 
 from trtllm_treewy.config import ModelConfig, read_json, shipped_configs
-from trtllm_treewy.export.sharding import join_shards, shard_config, shard_tensor
+from trtllm_treewy.export.sharding import join_shards, shard_tensor
+from trtllm_treewy.rank_config import shard_config
 from trtllm_treewy.runtime.executor_torch import TorchExecutor
 
 

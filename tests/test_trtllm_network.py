@@ -17,8 +17,8 @@ from trtllm_world import DoubleNetwork, build, trtllm_double
 
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.export.checkpoint import load_model
-from trtllm_treewy.export.sharding import shard_config
 from trtllm_treewy.export.trtllm.convert import convert_checkpoint
+from trtllm_treewy.rank_config import shard_config
 from trtllm_treewy.runtime.acceptance import Acceptance
 from trtllm_treewy.runtime.executor import ExecutorLimits
 from trtllm_treewy.runtime.executor_torch import TorchExecutor

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 KEY = "treewy_engine"
 CONFIG_NAME = "config.json"
-FORMAT = 2
+FORMAT = 3
 ONNX, TENSORRT = "onnx", "tensorrt"
 KINDS = (ONNX, TENSORRT)
 # How attention is exported.
@@ -97,12 +97,15 @@ class EngineConfig:
         plugin_version: of the plugins that the nodes ask for.
         plugins: whether the plugins are in the engines, which then need their library.
         attention: `standard` operators, or the `onnx` Attention operator.
+        tensor_parallel_size: ranks that the model is divided over; with more than one, each has
+            its networks in a folder of its own (`rank_folder`).
         builder: program and version that made the engines.
         gpu: the GPU that they were made on or for, by `gpu_identity`; None for any.
         model: digest of the checkpoint's own part of config.json.
         inputs: digest of all that the build depends on.
-        files: of the directory, by name.
-        scratch: bytes that each network takes when it runs; 0 where not measured.
+        files: of the directory, by path in it.
+        scratch: bytes that each network takes when it runs, on the rank that takes the most; 0
+            where not measured.
         seconds: what the stages of the build took.
         format: of this object.
     """
@@ -119,6 +122,7 @@ class EngineConfig:
     plugin_version: str
     plugins: bool
     attention: str
+    tensor_parallel_size: int
     builder: str
     gpu: str | None
     model: str
@@ -127,6 +131,18 @@ class EngineConfig:
     scratch: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     format: int = FORMAT
+
+    def rank_files(self, rank: int) -> dict[str, EngineFile]:
+        """A rank's own files by name; for one rank, all of the directory."""
+        prefix = rank_folder(rank, self.tensor_parallel_size)
+        if not prefix:
+            return dict(self.files)
+        some = self.files.items()
+        return {
+            name.removeprefix(f"{prefix}/"): file
+            for name, file in some
+            if name.startswith(f"{prefix}/")
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -196,6 +212,11 @@ class EngineConfig:
                 raise EngineMismatchError(
                     f"{path} is not the file that was built: its checksum differs"
                 )
+
+
+def rank_folder(rank: int, ranks: int) -> str:
+    """Where in an engine's directory a rank's networks are: its own folder if there are more."""
+    return f"rank{rank}" if ranks > 1 else ""
 
 
 def gpu_identity(device: torch.device) -> str | None:

@@ -18,7 +18,6 @@ import torch
 from .config import ModelConfig
 from .engine_config import ONNX, EngineConfig
 from .export.checkpoint import load_model, load_rank, resolve_dtype
-from .export.sharding import shard_config
 from .llmapi import (
     CudaGraphConfig,
     KvCacheConfig,
@@ -30,12 +29,14 @@ from .llmapi import (
 from .model import Qwen3_5ForCausalLM
 from .model.dummy import dummy_model, dummy_rank
 from .outputs import CompletionOutput, RequestOutput
+from .rank_config import shard_config
 from .runtime import async_engine
 from .runtime.build import build_engine
 from .runtime.detokenizer import Detokenizer
 from .runtime.devices import Devices, devices_of
-from .runtime.engine_files import executor_maker
+from .runtime.engine_files import EngineRank, check_ranks, executor_maker
 from .runtime.executor_distributed import RankGroup
+from .runtime.rank_worker import make_torch_rank
 from .runtime.request import Request
 from .runtime.stats import EngineStats
 from .runtime.trtllm_engine import TrtllmEngine
@@ -61,7 +62,8 @@ class LLM:
         tensor_parallel_size: devices that the model is divided over; it must divide the heads, the
             feed-forward sizes and the vocabulary. Each runs its share in a process of its own, this
             one the first. GPUs are taken from `device` on, or those that it names; on the CPU,
-            ranks share the machine.
+            ranks share the machine. An engine has its number in it, which 1 stands for; another is
+            refused.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         speculative_config: `MTPDecodingConfig` or a dict of its fields; None decodes without
             drafts.
@@ -133,8 +135,13 @@ class LLM:
             self.tokenizer = load_tokenizer(Path(tokenizer or directory))
         built = EngineConfig.read(directory)
         trtllm = TrtllmEngine.read(directory)
-        if built is not None or trtllm is not None:
+        if built is not None:
+            if tensor_parallel_size != 1:
+                check_ranks(built, directory, tensor_parallel_size)
+            tensor_parallel_size = built.tensor_parallel_size
+        if trtllm is not None:
             _refuse_for_engine(directory, "tensor_parallel_size", tensor_parallel_size, 1)
+        if built is not None or trtllm is not None:
             _refuse_for_engine(directory, "load_format", load_format, "auto")
         if built is not None and built.kind == ONNX and device is None:
             device = "cpu"
@@ -143,7 +150,12 @@ class LLM:
         if built is not None or trtllm is not None or tensor_parallel_size > 1:
             _warn_of_graphs(graphs, self.device)
         make_ranks = None
-        if tensor_parallel_size > 1:
+        if tensor_parallel_size > 1 and built is not None:
+            make = EngineRank(directory.absolute(), graphs is not None)
+            make_ranks = partial(
+                RankGroup, shard_config(self.config, tensor_parallel_size), make, devices
+            )
+        elif tensor_parallel_size > 1:
             make_ranks = self._ranks_maker(directory, devices, dtype, load_format, progress)
         if max_seq_len is None:
             limited = built or trtllm
@@ -194,10 +206,13 @@ class LLM:
         """What starts the ranks; ValueError where the model cannot be divided over so many."""
         part = shard_config(self.config, len(devices))
         if load_format == "dummy":
-            make = partial(dummy_rank, self.config, part, resolve_dtype(dtype, self.config))
-            return lambda: RankGroup(part, make, devices)
+            dummy = partial(dummy_rank, self.config, part, resolve_dtype(dtype, self.config))
+            return lambda: RankGroup(part, partial(make_torch_rank, dummy), devices)
         load = partial(load_rank, directory, self.config, dtype)
-        return lambda: RankGroup(part, load, devices, load_first=partial(load, progress=progress))
+        return lambda: RankGroup(
+            part, partial(make_torch_rank, load), devices,
+            make_first=partial(make_torch_rank, partial(load, progress=progress)),
+        )  # fmt: skip
 
     def __enter__(self) -> LLM:
         return self

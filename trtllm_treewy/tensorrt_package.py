@@ -15,6 +15,8 @@ from typing import Any
 from .plugin_contract import LIBRARY, NAMESPACE, VERSION
 
 OLDEST, NEWEST = (10, 14), (12, 0)
+# Which has the collectives of several ranks.
+COLLECTIVES_SINCE = "TensorRT 10.16 or later"
 LIBRARY_VARIABLE = "TREEWY_TENSORRT_LIBRARY"
 
 

@@ -26,8 +26,8 @@ from tensorrt_llm.parameter import Parameter
 
 from trtllm_treewy import plugin_contract as plugins
 from trtllm_treewy.config import ModelConfig
+from trtllm_treewy.rank_config import shard_config
 
-from ..sharding import shard_config
 from .plugin_nodes import add_plugin
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from trtllm_treewy.config import LINEAR, ModelConfig
+from trtllm_treewy.rank_config import shard_config
 
-from ..sharding import join_shards, shard_config, shard_tensor
+from ..sharding import join_shards, shard_tensor
 
 Pack = Callable[..., Tensor]
 Unpack = Callable[[Tensor], tuple[Tensor, ...]]

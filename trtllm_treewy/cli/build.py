@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import ModelConfig
+from ..engine_config import rank_folder
 from .extras import expect_packages
 from .program import EXIT_OK
 from .sizes import format_size
@@ -28,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
         state_dtype=args.state_dtype,
         stash_dtype=args.stash_dtype,
         attention=args.attention,
+        tensor_parallel_size=args.tensor_parallel_size,
         limits=BuildLimits(
             max_batch_size=args.max_batch_size,
             max_seq_len=args.max_seq_len or _default_length(args.model),
@@ -53,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _default_length(model: str) -> int:
-    from ..config import ModelConfig
-
     return min(8192, ModelConfig.from_pretrained(model).max_position_embeddings)
 
 
@@ -85,8 +87,11 @@ def describe(plan: BuildPlan) -> str:
     """The plan as text: memory, disk and time."""
     stages = ", ".join(f"{stage} {seconds:g} s" for stage, seconds in plan.seconds.items())
     time = f"{stages} (the last build)" if stages else "not known before a build"
-    lines = [
-        f"{plan.kind} engine of {plan.checkpoint} in {plan.output}, {plan.dtype}",
+    ranks = plan.tensor_parallel_size
+    lines = [f"{plan.kind} engine of {plan.checkpoint} in {plan.output}, {plan.dtype}"]
+    if ranks > 1:
+        lines += [*describe_ranks(plan), "of each rank:"]
+    lines += [
         f"weights            {format_size(plan.weight_bytes)}"
         + (" in each network that has them" if plan.kind == "tensorrt" else ""),
         f"states, all slots  {format_size(plan.state_bytes)}",
@@ -95,12 +100,31 @@ def describe(plan: BuildPlan) -> str:
     if plan.expert_bytes:
         lines.append(f"experts of a step  {format_size(plan.expert_bytes)} of scratch")
     lines += [
-        f"disk while built   {format_size(plan.disk_bytes)}",
+        f"disk while built   {format_size(plan.disk_bytes)}" + (" in all" if ranks > 1 else ""),
         f"time               {time}",
     ]
     if plan.up_to_date:
         lines.append("the engine that is there is up to date: nothing would be done")
     return "\n".join(lines)
+
+
+def describe_ranks(plan: BuildPlan) -> Iterator[str]:
+    """A line for each rank: where its networks go, and what it has of the model."""
+    part, ranks = plan.part, plan.tensor_parallel_size
+    whole = ModelConfig.from_pretrained(plan.checkpoint)
+    # KV heads that are fewer than ranks are repeated.
+    copies = max(1, ranks // whole.num_key_value_heads)
+    for rank in range(ranks):
+        shares = (
+            ("attention heads", part.num_attention_heads, rank),
+            ("KV heads", part.num_key_value_heads, rank // copies),
+            ("GDN value heads", part.linear_num_value_heads, rank),
+            ("tokens", part.vocab_size, rank),
+        )
+        said = ", ".join(
+            f"{what} {n * place} to {n * (place + 1) - 1}" for what, n, place in shares
+        )
+        yield f"rank {rank} in {rank_folder(rank, ranks)}/: {said}"
 
 
 class Bars:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from ..engine_config import ATTENTIONS, STANDARD
-from .engine_arguments import DTYPES, positive
+from .engine_arguments import DTYPES, add_tensor_parallel, positive
 from .program import PROGRAM
 
 STATE_DTYPES = ("float32", "bfloat16")
@@ -62,6 +62,9 @@ def add_build(
         default=STANDARD,
         help="export attention as standard operators, or as ONNX's Attention operator (opset 23), "
         "which TensorRT fuses from 10.14 on (default: standard)",
+    )
+    add_tensor_parallel(
+        parser, "ranks that the model is divided over, each with its own networks (default: 1)"
     )
     for flag, default, what in (
         ("--max-batch-size", 8, "sequences at a time"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan; an exit code."""
     from .. import memory_plan
-    from ..export.sharding import shard_config
+    from ..rank_config import shard_config
 
     ranks = args.tensor_parallel_size
     config = shard_config(_model_config(args.config), ranks)
