@@ -19,6 +19,7 @@ from trtllm_treewy.engine_config import (
     TENSORRT,
     EngineConfig,
     EngineMismatchError,
+    devices_text,
     gpu_identity,
     rank_folder,
 )
@@ -269,10 +270,9 @@ def check_ranks(engine: EngineConfig, directory: Path, ranks: int) -> None:
     """Raises EngineMismatchError where an engine is for another number of ranks."""
     built = engine.tensor_parallel_size
     if built != ranks:
-        devices = "one device" if built == 1 else f"{built} ranks, a device each"
         raise EngineMismatchError(
             f"tensor_parallel_size is {ranks}, expected {built}: {directory} is an engine for "
-            f"{devices}; leave it out, or build with --tensor-parallel-size {ranks}"
+            f"{devices_text(built)}; leave it out, or build with --tensor-parallel-size {ranks}"
         )
 
 

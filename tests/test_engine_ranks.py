@@ -313,6 +313,21 @@ def test_a_machine_without_onnx_is_told(pair, monkeypatch):
         check_engine(EngineConfig.read(pair), pair, CPU)
 
 
+def test_other_settings_know_of_the_ranks(pair, tmp_path, capsys):
+    """Random weights, and a Triton repository that has to name the ranks for their GPUs."""
+    with pytest.raises(
+        ValueError, match="'auto': .* is an engine for 2 ranks, a device each, with"
+    ):
+        LLM(pair, load_format="dummy", **SETTINGS)
+    command = ["triton-repo", str(pair), "--output", str(tmp_path / "models"), "--name", "tiny"]
+    assert main(command) != 0
+    assert "for 2 ranks, a device each, with its weights in it: expected" in capsys.readouterr().err
+    assert not (tmp_path / "models/tiny").exists()
+    assert main([*command, "--tp", "2", "--cpu"]) == 0
+    copy = tmp_path / "models/tiny/1/checkpoint"
+    EngineConfig.read(copy).check_files(copy, contents=True)
+
+
 class Alone:
     """A group of two whose other rank has the same values."""
 

@@ -219,6 +219,11 @@ def rank_folder(rank: int, ranks: int) -> str:
     return f"rank{rank}" if ranks > 1 else ""
 
 
+def devices_text(ranks: int) -> str:
+    """What an engine of so many ranks is for, in words."""
+    return "one device" if ranks == 1 else f"{ranks} ranks, a device each"
+
+
 def gpu_identity(device: torch.device) -> str | None:
     """Name and compute capability of a GPU, such as "NVIDIA H200 sm_90"; None for no GPU."""
     if device.type != "cuda":

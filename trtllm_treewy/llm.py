@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .config import ModelConfig
-from .engine_config import ONNX, EngineConfig
+from .engine_config import ONNX, EngineConfig, devices_text
 from .export.checkpoint import load_model, load_rank, resolve_dtype
 from .llmapi import (
     CudaGraphConfig,
@@ -142,14 +142,14 @@ class LLM:
         if trtllm is not None:
             _refuse_for_engine(directory, "tensor_parallel_size", tensor_parallel_size, 1)
         if built is not None or trtllm is not None:
-            _refuse_for_engine(directory, "load_format", load_format, "auto")
+            _refuse_for_engine(directory, "load_format", load_format, "auto", tensor_parallel_size)
         if built is not None and built.kind == ONNX and device is None:
             device = "cpu"
         devices = devices_of(device, tensor_parallel_size)
         self.device = devices[0]
         if built is not None or trtllm is not None or tensor_parallel_size > 1:
             _warn_of_graphs(graphs, self.device)
-        make_ranks = None
+        make_ranks: Callable[[], RankGroup] | None = None
         if tensor_parallel_size > 1 and built is not None:
             make = EngineRank(directory.absolute(), graphs is not None)
             make_ranks = partial(
@@ -605,12 +605,13 @@ def _check_ranks(size: Any) -> None:
         raise ValueError(f"tensor_parallel_size must be an integer >= 1, got {size!r}")
 
 
-def _refuse_for_engine(directory: Path, name: str, value: Any, only: Any) -> None:
+def _refuse_for_engine(directory: Path, name: str, value: Any, only: Any, ranks: int = 1) -> None:
     """Raises ValueError unless a setting has the one value that it can have for an engine."""
     if value != only:
         raise ValueError(
-            f"{name} is {value!r}, expected {only!r}: {directory} is an engine for one device, "
-            "with its weights in it; give the checkpoint that it was built from"
+            f"{name} is {value!r}, expected {only!r}: {directory} is an engine for "
+            f"{devices_text(ranks)}, with its weights in it; give the checkpoint that it was built "
+            "from"
         )
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trtllm_treewy.config import ModelConfig
-from trtllm_treewy.engine_config import EngineConfig
+from trtllm_treewy.engine_config import EngineConfig, devices_text
 from trtllm_treewy.new_directory import new_directory
+from trtllm_treewy.rank_config import shard_config
 
 from .config_pbtxt import Instances, config_text
 from .settings import parameters_of, read_parameters
@@ -88,19 +89,24 @@ def write_model(
 def _check_model(model: Path, settings: argparse.Namespace) -> None:
     """Raises ValueError where `LLM` would refuse the model, or what is asked of it."""
     config = ModelConfig.from_pretrained(model)
-    ranks = settings.tensor_parallel_size
-    if ranks == 1 and settings.load_format == "auto":
+    ranks, built = settings.tensor_parallel_size, EngineConfig.read(model)
+    if ranks == 1 and settings.load_format == "auto" and built is None:
         return
-    # These import torch.
-    from trtllm_treewy.export.sharding import shard_config
-    from trtllm_treewy.runtime.trtllm_engine import TrtllmEngine
+    engine = built is not None
+    if not engine:
+        # This imports torch.
+        from trtllm_treewy.runtime.trtllm_engine import TrtllmEngine
 
-    if EngineConfig.read(model) is not None or TrtllmEngine.read(model) is not None:
+        engine = TrtllmEngine.read(model) is not None
+    expected = 1 if built is None else built.tensor_parallel_size
+    if engine and (ranks, settings.load_format) != (expected, "auto"):
         raise ValueError(
-            f"{model} is an engine for one device, with its weights in it: expected "
-            f"tensor_parallel_size 1 and load_format auto, got {ranks} and {settings.load_format}"
+            f"{model} is an engine for {devices_text(expected)}, with its weights in it: expected "
+            f"tensor_parallel_size {expected} and load_format auto, got {ranks} and "
+            f"{settings.load_format}"
         )
-    shard_config(config, ranks)
+    if not engine:
+        shard_config(config, ranks)
 
 
 def model_files(model: Path, *, weights: bool = True) -> Iterator[Path]:

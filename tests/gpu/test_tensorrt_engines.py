@@ -56,6 +56,35 @@ def engine(request, tmp_path_factory, shipped_model):
     return request.param, out
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_give_the_tokens_of_one(tmp_path, shipped_model, dtype):
+    """Collectives over NCCL inside the engines; in 16 bits most of the first tokens."""
+    trt = pytest.importorskip("tensorrt")
+    if not hasattr(trt.LayerType, "DIST_COLLECTIVE"):
+        pytest.skip(f"tensorrt {trt.__version__} has no collectives: 10.16 or later has")
+    from trtllm_treewy.export.build_engine import BuildOptions, build_engine_directory
+    from trtllm_treewy.export.profiles import BuildLimits
+    from trtllm_treewy.export.tensorrt_builder import TensorRTBuilder
+
+    library = next((path for path in plugin_candidates() if path.is_file()), None)
+    if library is None:
+        pytest.fail("no plugin library: run ./build.sh first")
+    limits = BuildLimits(max_seq_len=256, max_nodes=40, max_num_tokens=64)
+    options = BuildOptions(dtype, limits=limits, tensor_parallel_size=2)
+    builder = TensorRTBuilder(library, gpu=gpu_identity(torch.device("cuda")))
+    build_engine_directory(shipped_model, tmp_path / "engine", options, builder)
+    with LLM(shipped_model, dtype=dtype, device="cuda", **SETTINGS) as llm:
+        wanted = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
+    speculation = {"draft_tree_widths": [3, 3, 3]}
+    with LLM(tmp_path / "engine", speculative_config=speculation, **SETTINGS) as llm:
+        got = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
+        assert len(llm._engine._executor.process_ids) == 1
+    same = sum(a[:8] == b[:8] for a, b in zip(got, wanted, strict=True))
+    assert same >= len(PROMPTS) * 3 // 4
+    assert dtype != "float32" or sum(a == b for a, b in zip(got, wanted, strict=True)) >= 12
+
+
 @pytest.mark.parametrize(
     "speculation",
     [None, {"draft_tree_widths": [3, 3, 3]}, {"use_dynamic_tree": True}],
