@@ -23,7 +23,9 @@ from torch import Tensor
 
 from . import processors
 
-MAX_PAIRS = 256
+# On an H200 and Qwen3.5-35B-A3B 64 pairs are as fast this way as sorted, 256 slower (11.3 ms a step
+# against 10.0).
+MAX_PAIRS = 128
 BLOCK_M = 16
 
 
