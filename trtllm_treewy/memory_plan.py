@@ -9,7 +9,8 @@ channels, and bytes(x) the size of an element of x:
   (pseudo-values, a float32 log decay a head, the raw conv inputs), or, where it works from inputs,
   `L * N * (2 * HV + C) * bytes(activation)` (two raw gates a head, the raw conv inputs)
 - deferred adds to the stash of pseudo-values the history of H accepted tokens that a slot keeps:
-  `L * H * 4 * (HV * V + HK * K + HV)` in float32, and a 4-byte length
+  `L * H * (HV * V * bytes(u) + HK * K * bytes(key) + 4 * HV)`, keys in 2 bytes beside 16-bit
+  activations and in 4 otherwise, and a 4-byte length
 - KV cache: `attention layers * 2 * kv heads * head_dim * bytes(kv)` a token, and the same for the
   MTP module's own layer; it is taken in blocks of T tokens, for the sequence and for R rows that
   are not committed yet (the nodes of a tree)
