@@ -272,9 +272,9 @@ def check_verify_oracle(machine, case):
         assert same_bits(g[row, node], chain_g[0, -1].cpu())
 
 
-def check_verify_poison(machine, case, poison):
+def check_verify_poison(machine, case, poison, *, history=()):
     """Poison in siblings, in padding and in free slots changes no result of the others' paths."""
-    clean = [x.cpu() for x in run_verify(machine, case)]
+    clean = [x.cpu() for x in run_verify(machine, case, history=history)]
     on_path = torch.zeros(case.parents.shape, dtype=torch.bool)
     for row, node in enumerate(case.accepted.tolist()):
         on_path[row, path_of(case.parents, row, node)] = True
@@ -288,7 +288,7 @@ def check_verify_poison(machine, case, poison):
     state[:, free] = poison
     poisoned = TreeCase.__new__(TreeCase)
     poisoned.__dict__.update(case.__dict__, state=state)
-    dirty = [x.cpu() for x in run_verify(machine, poisoned, raw=raw)]
+    dirty = [x.cpu() for x in run_verify(machine, poisoned, history=history, raw=raw)]
     for name, before, after in zip(("out", "u", "g"), clean, dirty, strict=True):
         machine.close(f"verify poisoned {name}", after[on_path], before[on_path])
 

@@ -163,6 +163,21 @@ def test_verify_selects_poison_away(host, poison):
         suite.check_verify_poison(host, TreeCase(nodes, DIMS[0], nodes), poison)
 
 
+@pytest.mark.parametrize("types", [x for x in TYPES if x[0] != F32], ids=types_id)
+@pytest.mark.parametrize("nodes", [7, 16])
+def test_verify_of_small_trees_selects_poison_away(host, host_library, nodes, types):
+    """The kernels for K = 128 and inputs of 16 bits, whose weights may lie on keys and queries."""
+    case = TreeCase(
+        nodes, Dims(1, 2, 128, 128), nodes, dtype=types[0], state_dtype=types[1], batch=2,
+        full=True,
+    )  # fmt: skip
+    histories = (), suite.random_history(case, 20, stash=types[1])
+    for tile, poison in ((1, float("nan")), (2, float("inf"))):
+        with suite.verify_tile(host_library, tile):
+            for history in histories:
+                suite.check_verify_poison(host, case, poison, history=history)
+
+
 @pytest.mark.parametrize("types", TYPES, ids=types_id)
 @pytest.mark.parametrize("nodes", [1, 2, 17, 40])
 def test_commit_moves_every_layer_to_the_accepted_node(host, nodes, types):
@@ -262,6 +277,14 @@ def test_deferred_commit_equals_the_reference(host, capacity, state_dtype):
     for dtype in (BF16, F16):
         case = TreeCase(capacity, dims, 12, dtype=dtype, state_dtype=state_dtype, layers=2, pads=1)
         suite.check_deferred(host, case, capacity=capacity, stash=state_dtype)
+
+
+@pytest.mark.parametrize("types", [(BF16, BF16), (F16, F32)], ids=types_id)
+def test_a_history_longer_than_is_staged_at_once_is_folded(host, types):
+    case = TreeCase(
+        1, DIMS[2], 20, dtype=types[0], state_dtype=types[1], shape="chain", full=True, batch=2
+    )
+    suite.check_deferred(host, case, capacity=60, steps=16, stash=types[1])
 
 
 def test_histories_in_bfloat16_do_not_drift(host):
