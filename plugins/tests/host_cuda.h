@@ -6,8 +6,9 @@
 //
 // Made to find faults: blocks, and threads between two barriers, run in an order that changes all
 // the time, so that a missing barrier or a race between blocks shows as a wrong result; shared
-// memory starts as NaN and ends at a page that must not be touched; a barrier that not all threads
-// reach stops the program. What it does not show: speed, and how memory orders accesses.
+// memory starts as NaN and ends at a page that must not be touched; asynchronous copies land at
+// once or not before they are waited for; a barrier that not all threads reach stops the program.
+// What it does not show: speed, and how memory orders accesses.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -51,7 +52,8 @@ namespace host_cuda {
 
 enum class Wait { kNone, kBlock, kNamed, kWarp, kDone };
 
-// A copy that is under way: it has happened for sure when it was waited for, and not before.
+// A copy that is under way: it has happened for sure when it was waited for, and not before. Others
+// have landed by then, on what may still have been read.
 struct Copy {
     void* to;
     const void* from;
@@ -416,7 +418,11 @@ inline unsigned char* shared_memory() { return host_cuda::machine.shared; }
 
 inline void copy_async(void* shared, const void* global) {
     host_cuda::Fiber& fiber = host_cuda::fiber();
-    fiber.copies.push_back({shared, global, fiber.copy_group});
+    if (host_cuda::next_random() % 2 == 0) {
+        std::memcpy(shared, global, 16);
+    } else {
+        fiber.copies.push_back({shared, global, fiber.copy_group});
+    }
 }
 inline void commit_copies() { ++host_cuda::fiber().copy_group; }
 template <int kLater>
