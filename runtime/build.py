@@ -416,8 +416,8 @@ def _graph_bytes(
 ) -> tuple[int, int]:
     """Estimate of what captured steps take: whatever the batch, and for each sequence.
 
-    The graphs themselves, their static buffers, and the logits that they have at once. Activations
-    lie in one pool, as those of a step do that is not captured (`_step_bytes`).
+    The graphs themselves, their static buffers, the logits that they have at once, and their
+    activations: those lie in a pool of the graphs' own, which no prompt beside them can use.
     """
     batch = max_batch_size or MAX_AUTO_BATCH
     options = graph_options(graphs, speculation, batch)
@@ -428,7 +428,8 @@ def _graph_bytes(
     fixed = shapes * layers * GRAPH_LAYER_KERNELS * GRAPH_KERNEL_BYTES
     fixed += 3 * HEAD_ROWS * config.vocab_size * 4
     buffers = buffer_sizes(batch, config.hidden_size, options)
-    return fixed, -(-buffers.bytes(dtype.itemsize) // batch)
+    per_row = -(-buffers.bytes(dtype.itemsize) // batch)
+    return fixed, per_row + _step_bytes(config, dtype, max(options.sizes.nodes))
 
 
 def _step_bytes(config: ModelConfig, dtype: torch.dtype, max_num_tokens: int) -> int:

@@ -9,7 +9,12 @@ import pytest
 import torch
 from engine_world import make_request, tiny_config, tiny_model
 
-from trtllm_treewy.llmapi import STATE_COMMITS, KvCacheConfig, MTPDecodingConfig
+from trtllm_treewy.llmapi import (
+    STATE_COMMITS,
+    CudaGraphConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+)
 from trtllm_treewy.memory_plan import plan
 from trtllm_treewy.runtime import build
 from trtllm_treewy.runtime.executor import ExecutorLimits
@@ -215,3 +220,22 @@ def test_nothing_is_loaded_before_the_plan_holds(monkeypatch):
             max_seq_len=64,
             max_num_tokens=64,
         )
+
+
+def test_activations_of_a_step_and_of_graphs_are_in_the_plan():
+    """A captured step has memory of its own; a prompt beside it needs `max_num_tokens`' more."""
+    batch, nodes, dtype = 16, 13, torch.bfloat16
+    speculation = MTPDecodingConfig(draft_tree_widths=(3, 3))
+    cache = KvCacheConfig()
+    sizes = build.plan_sequence(HEAVY, speculation, cache, dtype, 64, "pseudo_values")
+
+    def steps(max_num_tokens, graphs=None):
+        given = (speculation, cache, dtype, torch.device("cuda"), batch, max_num_tokens)
+        return build.plan_memory(HEAVY, sizes, *given, free=1 << 34, graphs=graphs).graphs
+
+    prompts = build._step_bytes(HEAVY, dtype, 8192)
+    assert prompts >= 8192 * HEAVY.hidden_size * 2
+    assert steps(16384) - steps(8192) == prompts
+    captured = steps(8192, CudaGraphConfig()) - steps(8192)
+    assert speculation.max_nodes == nodes
+    assert captured > build._step_bytes(HEAVY, dtype, batch * nodes)
