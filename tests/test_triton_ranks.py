@@ -195,5 +195,5 @@ def test_ranks_end_with_a_server_that_is_killed(loaded):
     found = ranks(loaded)
     loaded.process.kill()
     loaded.process.wait()
-    # The stub looks after its server from time to time; on a busy machine 20 s were once too few.
+    # Takes a fraction of a second; 20 s were once too few, and it is not known why.
     until(lambda: all(map(gone, found)) and not loaded.processes(), 120)
