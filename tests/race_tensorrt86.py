@@ -351,6 +351,7 @@ def arguments():
     parser.add_argument("--types", default="float16,float32", help="in this order (both)")
     parser.add_argument("--seconds", type=float, default=130, help="for all builds (130)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="builds at once")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="those to try (all)")
     parser.add_argument("--cublas", action="store_true", help="cuBLAS 12 is in LD_LIBRARY_PATH")
     return parser.parse_args()
 
@@ -372,7 +373,10 @@ def finish(race, builder):
 def main():
     given = arguments()
     given.output.mkdir(parents=True, exist_ok=True)
-    variants = [x for x in VARIANTS if given.cublas or not x.cublas]
+    wanted = given.variants or [x.name for x in VARIANTS]
+    variants = [x for x in VARIANTS if x.name in wanted and (given.cublas or not x.cublas)]
+    if not variants:
+        sys.exit(f"--variants: one of {', '.join(x.name for x in VARIANTS)} must be left")
     with tempfile.TemporaryDirectory() as folder:
         networks, files, profiles = exported(given.model, Path(folder), given.types.split(","))
         builder = Builder(given.tensorrt86, given.output, profiles, files)
