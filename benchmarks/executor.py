@@ -326,30 +326,43 @@ def time_engine(args: argparse.Namespace, engine: Engine) -> dict[str, float]:
         "graph_misses": engine.stats.graph_misses - missed,
     }
     if torch.cuda.is_available():
-        result["idle_part"] = round(idle_part(engine), 4)
+        result.update(idle_parts(engine))
     return result
 
 
-def idle_part(engine: Engine, steps: int = 5) -> float:
-    """Part of the time between the first and the last kernel in which none ran."""
+def idle_parts(engine: Engine, steps: int = 5) -> dict[str, float]:
+    """Parts of the time between the first and the last kernel in which none ran.
+
+    Returns:
+        `idle_part`, all of it, and `idle_between_part`, that between launches: of graphs, and of
+        kernels outside of graphs. What is left lies between kernels of one graph.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     spans = sorted(
-        (e.time_range.start, e.time_range.end)
-        for e in profiler.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id())
+        for e in events
+        if e.device_type() == torch.autograd.DeviceType.CUDA
     )
     if not spans:
-        return 0.0
-    busy, reached = 0.0, spans[0][0]
-    for start, end in spans:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return 1.0 - busy / (reached - spans[0][0])
+        return {"idle_part": 0.0, "idle_between_part": 0.0}
+    idle, between = 0, 0
+    _, reached, launch = spans[0]
+    for start, end, correlation in spans[1:]:
+        gap = max(0, start - reached)
+        idle += gap
+        between += gap if correlation != launch else 0
+        reached, launch = max(reached, end), correlation
+    whole = reached - spans[0][0]
+    return {
+        "idle_part": round(idle / whole, 4),
+        "idle_between_part": round(between / whole, 4),
+    }
 
 
 def synchronize() -> None:
@@ -358,7 +371,7 @@ def synchronize() -> None:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    header = ["tree", "batch", *PARTS, "step", "wall", "tokens/s", "idle"]
+    header = ["tree", "batch", *PARTS, "step", "wall", "tokens/s", "idle", "between"]
     table = [header]
     for row in rows:
         if "error" in row:
@@ -368,9 +381,12 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         cells = [f"{parts[name]:.3f}" if name in parts else "" for name in (*PARTS, "step")]
         wall = f"{row['wall_ms']:.3f}" if "wall_ms" in row else ""
         speed = f"{row['tokens_per_s']:.0f}" if "tokens_per_s" in row else ""
-        idle = f"{row['idle_part']:.1%}" if "idle_part" in row else ""
-        table.append([row["tree"], str(row["batch"]), *cells, wall, speed, idle])
-    print("\nmilliseconds of a step; `step` is all parts in a row, `wall` the engine's")
+        idle = [f"{row[n]:.1%}" if n in row else "" for n in ("idle_part", "idle_between_part")]
+        table.append([row["tree"], str(row["batch"]), *cells, wall, speed, *idle])
+    print(
+        "\nmilliseconds of a step; `step` is all parts in a row, `wall` the engine's; between:\n"
+        "idle between launches of graphs, as a part of the time"
+    )
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     for line in table:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

@@ -33,6 +33,7 @@ from .head import ROWS as HEAD_ROWS
 from .memory_budget import MAX_AUTO_BATCH, Demand, MemoryBudget, divide
 from .prefix_cache import PrefixCache
 from .sampling import AcceptanceRule, SamplingDynamicDrafter, SamplingStaticDrafter
+from .scheduler import BatchWait
 from .static_drafts import draft_entries
 from .tree_policy import AutoTrees, FullTrees, TreePolicy
 from .tree_sampler import TreeSampler
@@ -70,6 +71,7 @@ def build_engine(
     graphs: CudaGraphConfig | None = None,
     capture: Callable[[int, int], None] | None = None,
     free: int | None = None,
+    batch_wait: BatchWait | None = None,
 ) -> tuple[Engine, dict[str, int]]:
     """An engine, and its memory in bytes by name (see `LLM.memory_report`).
 
@@ -88,6 +90,7 @@ def build_engine(
         capture: called with (shapes captured, shapes in all).
         free: bytes that may be allocated, the weights included, where that is not what `device` has
             left: the model may be there already.
+        batch_wait: how long requests wait for others to start with them, None for not at all.
 
     Raises:
         ValueError: a limit that makes no sense, or speculation that the model cannot do.
@@ -154,6 +157,7 @@ def build_engine(
         max_num_tokens,
         prefixes=make_prefix_cache(executor, cache),
         policy=make_policy(limits, speculation),
+        batch_wait=batch_wait,
         decoder=make_decoder(executor, drafter, speculation, graphs, capture),
         # Padding is for graphs and kernels; on a CPU it is work for nothing.
         buckets=Buckets(limits.max_batch_size, limits.max_nodes) if device.type != "cpu" else None,

@@ -21,7 +21,7 @@ from .errors import EngineDeadError
 from .executor import Executor, StepOutput
 from .prefix_cache import PrefixCache
 from .request import Request
-from .scheduler import Admission, PrefillChunk, Scheduler, split_budget
+from .scheduler import Admission, BatchWait, PrefillChunk, Scheduler, split_budget
 from .sequence_memory import SequenceMemory
 from .stats import EngineStats
 from .tree_policy import FullTrees, StepReport, TreePolicy, cut_to_depth
@@ -40,6 +40,7 @@ class Engine:
         prefixes: the prefix cache, None without one.
         policy: limits the trees of each step.
         buckets: shapes that steps are padded to, None for no padding.
+        batch_wait: how long requests wait for others to start with them.
         decoder: runs the steps of requests that need the host for nothing, None for none.
         clock: seconds, for statistics and for the policy.
 
@@ -57,6 +58,7 @@ class Engine:
         prefixes: PrefixCache | None = None,
         policy: TreePolicy | None = None,
         buckets: Buckets | None = None,
+        batch_wait: BatchWait | None = None,
         decoder: DeviceDecoder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -83,7 +85,7 @@ class Engine:
         self._under_way: list[Request] = []
         self._clock = clock
         self._memory = SequenceMemory(executor, prefixes, self.stats)
-        self._scheduler = Scheduler(limits.max_batch_size, self._memory, self._free)
+        self._scheduler = Scheduler(limits.max_batch_size, self._memory, self._free, batch_wait)
 
     @property
     def has_work(self) -> bool:

@@ -28,6 +28,19 @@ class Admission:
     prefix: CachedPrefix | None
 
 
+@dataclass(frozen=True)
+class BatchWait:
+    """How long requests that could start wait for others to start with them.
+
+    A prompt step reads every weight, as a decoding step does, so that few prompts cost nearly what
+    many do. Requests wait while sequences decode, for at most `steps` engine steps, and no longer
+    than until prompts of `tokens` tokens have come together.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+
+
 def split_budget(budget: int, trees: Sequence[int], prompt_tokens: int) -> tuple[int, int]:
     """Divides a step's tokens between tree nodes and prompt tokens.
 
@@ -60,15 +73,24 @@ class Scheduler:
         num_slots: sequences that run at once.
         memory: gives and grows what they hold.
         free: takes back all that a slot holds.
+        wait: for others, before a request is admitted.
 
     Attributes:
         dropped_tokens: computed tokens that `requeue` dropped, to be computed again.
     """
 
-    def __init__(self, num_slots: int, memory: SequenceMemory, free: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        memory: SequenceMemory,
+        free: Callable[[int], None],
+        wait: BatchWait | None = None,
+    ) -> None:
         self._free_slots = list(range(num_slots))
         self._memory = memory
         self._free = free
+        self._wait = wait or BatchWait()
+        self._waited = 0
         self._waiting: list[Request] = []
         self._admitted: list[Request] = []
         self._arrivals = 0
@@ -131,7 +153,7 @@ class Scheduler:
     def admit(self) -> list[Admission]:
         """Gives slots to those who wait, in order, as long as the first of them fits."""
         admissions: list[Admission] = []
-        if not (self._waiting and self._free_slots):
+        if not (self._waiting and self._free_slots) or self._waits_for_others():
             return admissions
         # Who holds all that it can ever need takes no block from the one that is admitted.
         others = sum(self._memory.may_grow(other) for other in self._admitted)
@@ -152,6 +174,19 @@ class Scheduler:
             admissions.append(Admission(request, prefix))
             others += self._memory.may_grow(request)
         return admissions
+
+    def _waits_for_others(self) -> bool:
+        """Whether those that could start now are kept back this time; counts the times."""
+        running = [r for r in self._admitted if not r.finished]
+        could = self._waiting[: len(self._free_slots)]
+        tokens = sum(request.num_to_prefill for request in could)
+        # A prompt under way has its step in any case, which more of them may join.
+        alone = not running or not all(request.prompt_done for request in running)
+        if alone or self._waited >= self._wait.steps or tokens >= self._wait.tokens:
+            self._waited = 0
+            return False
+        self._waited += 1
+        return True
 
     def prompt_tokens(self) -> int:
         """Prompt tokens that this step could run."""

@@ -227,6 +227,12 @@ def test_block_reuse_flags(flags, reuse, fake_llm, model):
     assert fake_llm.made[0].settings["kv_cache_config"] == KvCacheConfig(enable_block_reuse=reuse)
 
 
+@pytest.mark.parametrize(("flags", "steps"), [((), 0), (("--batch-wait-iters", "6"), 6)])
+def test_batch_wait_flag(flags, steps, fake_llm, model):
+    assert run("generate", model, "p", *flags) == 0
+    assert fake_llm.made[0].settings["batch_wait_timeout_iters"] == steps
+
+
 GRAPHS = [
     ("", "absent"),
     ("--no-cuda-graphs", None),

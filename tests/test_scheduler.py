@@ -18,10 +18,11 @@ from engine_world import (
     tiny_model,
 )
 
-from trtllm_treewy.draft_tree import DraftTree
+from trtllm_treewy import LLM
+from trtllm_treewy.draft_tree import DraftTree, TreeTopology
 from trtllm_treewy.runtime.buckets import Buckets
 from trtllm_treewy.runtime.drafter import MtpStaticDrafter
-from trtllm_treewy.runtime.scheduler import split_budget
+from trtllm_treewy.runtime.scheduler import BatchWait, split_budget
 
 
 @pytest.fixture(scope="module")
@@ -405,8 +406,6 @@ def test_statistics_of_a_run(model):
 
 def test_a_static_tree_keeps_its_topology_through_the_engine(model):
     """The MTP drafter itself, its rows in the shared cache, under preemption."""
-    from trtllm_treewy.draft_tree import TreeTopology
-
     jobs = random_jobs(5, 12, 25, seed=8)
     texts = solo_texts(model, jobs)
     executor = make_executor(model, num_blocks=24)
@@ -473,3 +472,84 @@ def test_settings_that_cannot_be_carried_out_are_refused_when_added(model):
     with pytest.raises(ValueError, match="logit_bias has token id 61, expected ids below"):
         engine.add(Request(0, (1,), SamplingParams(logit_bias={61: 1.0})))
     assert not engine.has_work
+
+
+# ------------------------------------------------------------------------- waiting for others
+
+
+def admission_steps(engine, requests, arrivals):
+    """The engine step in which each request got its slot; `arrivals` are steps."""
+    admitted = {}
+    for step in range(500):
+        for request, arrival in zip(requests, arrivals, strict=True):
+            if arrival == step:
+                engine.add(request)
+        if not engine.has_work and step > max(arrivals):
+            return admitted
+        engine.step()
+        for request in requests:
+            if request.admitted_at is not None:
+                admitted.setdefault(request.request_id, step)
+    raise AssertionError("work is left")
+
+
+def waiting_engine(model, wait, **options):
+    executor = make_executor(model, max_batch_size=8, num_blocks=200, max_seq_len=128)
+    return executor, make_engine(executor, batch_wait=wait, **options)
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_requests_wait_for_others_to_start_with_them(model, speculate):
+    jobs = random_jobs(5, 9, 24)
+    texts = solo_texts(model, jobs)
+    options = {}
+    executor = make_executor(model, max_batch_size=8, num_blocks=200, max_seq_len=128)
+    if speculate:
+        options["drafter"] = MtpStaticDrafter(executor, TreeTopology.from_widths([2, 2]))
+    engine = make_engine(executor, batch_wait=BatchWait(4, 1000), **options)
+    requests = [make_request(i, prompt, count) for i, (prompt, count) in enumerate(jobs)]
+    # Nobody decodes at 0; the second and the third wait for four steps since the second came.
+    admitted = admission_steps(engine, requests, [0, 2, 4, 6, 6])
+    assert admitted == {0: 0, 1: 6, 2: 6, 3: 6, 4: 6}
+    assert {r.request_id: list(r.output_token_ids) for r in requests} == texts
+    check_nothing_leaked(engine)
+
+
+def test_enough_prompt_tokens_wait_for_nobody(model):
+    _, engine = waiting_engine(model, BatchWait(50, 10))
+    requests = [make_request(i, [1] * length, 30) for i, length in enumerate((3, 4, 4, 9, 2))]
+    admitted = admission_steps(engine, requests, [0, 1, 2, 4, 6])
+    # 4 and 4 are too few, with 9 they are enough; the last has nobody who decodes for 50 steps.
+    assert [admitted[i] for i in range(4)] == [0, 4, 4, 4]
+    assert 6 < admitted[4] <= 40
+
+
+def test_waiting_ends_with_the_last_that_decodes(model):
+    _, engine = waiting_engine(model, BatchWait(1000, 1000))
+    requests = [make_request(0, [1, 2], 6), make_request(1, [3, 4], 2)]
+    admitted = admission_steps(engine, requests, [0, 1])
+    assert admitted[1] <= 8
+    assert all(r.finish_reason == "length" for r in requests)
+
+
+def test_a_full_batch_waits_for_nobody_longer(model):
+    """Steps without a free slot do not count: what waits there could not start."""
+    executor = make_executor(model, max_batch_size=1, num_blocks=200, max_seq_len=128)
+    engine = make_engine(executor, batch_wait=BatchWait(3, 1000))
+    requests = [make_request(i, [1, 2], 5) for i in range(3)]
+    run(engine, requests)
+    assert [r.finish_reason for r in requests] == ["length"] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_wait_timeout_iters": -1}, "batch_wait_timeout_iters must be an integer >= 0"),
+        ({"batch_wait_timeout_iters": True}, "got True"),
+        ({"batch_wait_max_tokens_ratio": 1.5}, "must be from 0 to 1, got 1.5"),
+        ({"batch_wait_max_tokens_ratio": "a"}, "got 'a'"),
+    ],
+)
+def test_settings_of_the_wait_are_checked(shipped_model, settings, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(shipped_model, **settings)

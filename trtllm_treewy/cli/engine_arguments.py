@@ -64,6 +64,14 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> argpa
         "if that is shorter)",
     )
     engine.add_argument(
+        "--batch-wait-iters",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="most engine steps that a prompt waits, while others decode, for more to be computed "
+        "with it: more throughput under load, a later first token (default: %(default)s)",
+    )
+    engine.add_argument(
         "--block-reuse",
         action=argparse.BooleanOptionalAction,
         default=KvCacheConfig.enable_block_reuse,
@@ -263,6 +271,13 @@ def number(text: str) -> float:
 
 
 def unsigned(text: str) -> int:
+    """An integer of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}")
+    return int(text)
+
+
+def natural(text: str) -> int:
     """An integer of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}")

@@ -49,6 +49,7 @@ def loaded_llm(
             kv_cache_config=cache,
             max_batch_size=min(num_prompts, args.max_batch_size),
             max_seq_len=args.max_seq_len,
+            batch_wait_timeout_iters=args.batch_wait_iters,
             device=args.device,
             load_format=args.load_format,
             tensor_parallel_size=args.tensor_parallel_size,
