@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trtllm_treewy import ops as ops  # registers torch.ops.treewy
+from trtllm_treewy import triton_ops
 from trtllm_treewy.batch import TreeBatch
 
 DEFAULT_HISTORY_CAPACITY = 16
@@ -384,7 +385,11 @@ class DeferredPolicy(ReconstructPolicy):
 
 
 class SnapshotPolicy(CommitPolicy):
-    """The full state of every node is kept; a commit copies one. Baseline and oracle."""
+    """The full state of every node is kept; a commit copies one. Baseline and oracle.
+
+    On a GPU its steps are kernels of their own (`triton_ops/snapshots.py`), which write the states
+    where they are kept; elsewhere, and in float64, the torch operators.
+    """
 
     name = "snapshot"
 
@@ -395,20 +400,25 @@ class SnapshotPolicy(CommitPolicy):
         )
 
     def verify(self, layer: int, tree: TreeBatch, inputs: GdnInputs) -> Tensor:
-        out, states = torch.ops.treewy.tree_verify_snapshot(
-            *inputs.as_args(), self.state[layer], tree.slot, tree.parents, tree.num_nodes
-        )
-        _rows(self._states, tree)[layer] = states
+        kept, state = _rows(self._states, tree)[layer], self.state[layer]
+        given = (*inputs.as_args(), state, tree.slot, tree.parents, tree.num_nodes)
+        if all(triton_ops.serves(x) for x in (*inputs.as_args(), state)):
+            from trtllm_treewy.triton_ops.snapshots import verify_snapshots
+
+            return verify_snapshots(*given, states=kept)
+        out, states = torch.ops.treewy.tree_verify_snapshot(*given)
+        kept.copy_(states)
         return out
 
     def commit(self, tree: TreeBatch, accepted: Tensor, inputs: TreeInputs) -> None:
+        kept = _rows(self._states, tree)
+        if triton_ops.serves(self.state):
+            from trtllm_treewy.triton_ops.snapshots import commit_snapshots
+
+            commit_snapshots(self.state, tree.slot, tree.num_nodes, accepted, kept)
+            return
         torch.ops.treewy.commit_snapshot(
-            self.state,
-            tree.slot,
-            tree.parents,
-            tree.num_nodes,
-            accepted,
-            _rows(self._states, tree),
+            self.state, tree.slot, tree.parents, tree.num_nodes, accepted, kept
         )
 
     def _stash(self) -> list[Tensor]:

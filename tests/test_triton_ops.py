@@ -1,4 +1,4 @@
-"""The Triton kernels, in a process of their own: see `triton_suite.py` and `fused_suite.py`."""
+"""The Triton kernels, in a process of their own: see the suites that are named below."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("suite", ["triton_suite.py", "fused_suite.py"])
+@pytest.mark.parametrize("suite", ["triton_suite.py", "fused_suite.py", "snapshot_suite.py"])
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_by_the_interpreter(suite):
     suite = Path(__file__).with_name(suite)

@@ -1,8 +1,9 @@
-"""Kernels in Triton for what the model does beside the delta rule, on NVIDIA GPUs.
+"""Kernels in Triton for what the model does beside TreeWY's delta rule, on NVIDIA GPUs.
 
 Each has a torch twin where it is used, which runs everywhere else: `serves` decides which.
-Attention over the paged cache, the experts of a mixture, norms. Nothing here waits for the device
-or depends on values on the host, so all of it can be captured in a CUDA graph.
+Attention over the paged cache, the experts of a mixture, norms, and the delta rule with snapshots,
+which is what TreeWY is compared with. Nothing here waits for the device or depends on values on the
+host, so all of it can be captured in a CUDA graph.
 
 With TRITON_INTERPRET=1, Triton's interpreter plays the kernels on the CPU; the tests use that.
 """
