@@ -4,6 +4,9 @@
     python benchmarks/serving.py qwen3.5-35b-a3b --workload chat summary --fraction 0.6 0.75 0.9
     python benchmarks/serving.py qwen3.5-35b-a3b --workload chat --concurrency --rate 4 8 16 \
         --burstiness 1 0.25
+    python benchmarks/serving.py qwen3.5-35b-a3b --point chat:0.65:snapshot+reconstruct:3:256 \
+        summary:0.9:none+reconstruct:3+auto:8+64 chat:0.65:reconstruct:3:16/s@0.25 \
+        --settle 3 --point-seconds 6 --requests-per-sequence 8 --seconds 540
     python benchmarks/serving.py --from first.json second.json --markdown all.md --plot all.png
 
 Weights are made once. For every workload, memory fraction and way to decode an engine is built over
@@ -20,6 +23,15 @@ process, or with a burstiness below 1 gamma-distributed distances, as recorded t
 Where requests are kept out by memory (none waits because of --most), a point is memory-bound; the
 tables are split by whether full snapshots are, more than 5% of the time. --quick is the anchor
 workload, prompts of 512 and outputs of 192 tokens, at three loads and two fractions.
+
+For a run of limited time, --point names the points, the most wanted first, instead of the product
+of all flags; --seconds bounds the whole, weights and all, and what no time is left for is listed.
+--point-seconds cuts a point: its throughput is then that of a loop with all prompts at its
+beginning, without a tail in which fewer and fewer run, and first tokens that had not come count as
+if they had come then. --settle lets the load run before anything is counted, so that the figure is
+of a steady state; give it enough --requests-per-sequence to last. Whole runs, as vLLM's figures
+are, have neither. Kernels are compiled on prompts of all sizes beforehand; a point in which one was
+compiled or captured nevertheless is marked.
 The parts are in `serving_bench/`.
 """
 
@@ -29,18 +41,21 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where PYTHONSAFEPATH is set
 
 from serving_bench import points, report
+from serving_bench.engines import Built, Ground, build_site, release, wait
 from serving_bench.measure import Effort, measure
 from serving_bench.points import Arrivals, Point, Setting, Site
+from serving_bench.warm import Compiles, warm_prompts
 
 from trtllm_treewy.cli.sizes import format_size, parse_size
 
+STARTED = time.perf_counter()
 # Sizes of captured steps where requests come at a rate.
 RATE_BATCHES = (1, 4, 16, 64, 128)
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -86,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", nargs="?", help="a shipped config's name, or a directory with config.json")
     add("--quick", action="store_true", help="a few points; other flags still hold")
+    add("--point", nargs="+", help="WORKLOAD:FRACTION:POLICY:TREE:LOAD, alternatives joined by +")
     add("--workload", nargs="+", choices=list(points.WORKLOADS), help=f"of {WORKLOADS}: all")
     add("--fraction", type=float, nargs="+", help="of the memory (0.6 0.75 0.9)")
     add("--policy", nargs="+", choices=points.POLICIES, help="none is no speculation (all)")
@@ -98,6 +114,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--requests-per-sequence", type=int, default=2, help="of those at once")
     add("--least-requests", type=int, default=8)
     add("--point-seconds", type=float, help="after which a point is cut (never)")
+    add("--settle", type=float, default=0.0, help="seconds of load before a point is counted (0)")
+    add("--seconds", type=float, help="of the whole: no point is begun that would end later")
     add("--law", nargs="+", default=[], metavar="TREE=P,P", help="acceptance by depth, as 3=.9,.8")
     add("--memory", type=parse_size, help="what counts as the whole memory (the GPU's)")
     add("--layers", type=int, help="the first layers of the model alone")
@@ -119,8 +137,11 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         "workload": WORKLOADS, "fraction": FRACTIONS, "policy": points.POLICIES, "tree": TREES,
         "concurrency": CONCURRENCY, "point_seconds": None,
     }  # fmt: skip
+    given = [name for name in ("quick", *full, "rate") if getattr(args, name)]
+    if args.point and set(given) - {"point_seconds"}:
+        parser.error(f"--point says all of it: without --{given[0].replace('_', '-')}")
     for name, value in (full | (QUICK if args.quick else {})).items():
-        if getattr(args, name) is None:
+        if getattr(args, name) is None and not args.point:
             setattr(args, name, list(value) if isinstance(value, tuple) else value)
     for file in (args.output, args.markdown, args.plot):
         if file is not None and not file.resolve().parent.is_dir():
@@ -129,22 +150,40 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         return
     if args.model is None:
         parser.error("no model and no --from given")
-    if not args.concurrency and not args.rate:
+    if not (args.point or args.concurrency or args.rate):
         parser.error("neither --concurrency nor --rate names a load")
+    if args.settle < 0:
+        parser.error(f"--settle: expected at least 0, got {args.settle:g}")
     positive = ("most", "requests_per_sequence", "least_requests", "scale", "rate_seconds")
-    for name in (*positive, "concurrency", "rate", "burstiness", "fraction", "point_seconds"):
+    limits = ("point_seconds", "seconds")
+    for name in (*positive, "concurrency", "rate", "burstiness", "fraction", *limits):
         value = getattr(args, name)
         for number in value if isinstance(value, list) else [value]:
             if number is not None and number <= 0:
                 parser.error(f"--{name.replace('_', '-')}: expected above 0, got {number}")
-    if any(fraction > 1 for fraction in args.fraction):
+    if any(fraction > 1 for fraction in args.fraction or ()):
         parser.error(f"--fraction: expected at most 1, got {max(args.fraction)}")
     try:
         args.laws = laws(args.law)
-        for setting in points.settings(args.policy, args.tree):
-            setting.speculation(args.laws)
+        for site in plan_of(args):
+            site.setting.speculation(args.laws)
     except ValueError as error:
         parser.error(str(error))
+
+
+def plan_of(args: argparse.Namespace) -> points.Plan:
+    """The points that were asked for, by site, in their order.
+
+    Raises:
+        ValueError: --point names something else.
+    """
+    if args.point:
+        return points.chosen(args.point, args.scale)
+    workloads = [points.WORKLOADS[name].scaled(args.scale) for name in args.workload]
+    closed = [Arrivals(concurrency=count) for count in args.concurrency]
+    rates = [Arrivals(None, rate, b) for rate in args.rate for b in args.burstiness]
+    ways = points.settings(args.policy, args.tree)
+    return points.product(workloads, args.fraction, ways, closed + rates)
 
 
 def laws(given: Sequence[str]) -> dict[str, tuple[float, ...]]:
@@ -188,13 +227,20 @@ def merge(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for row in run["rows"]:
             key = [row[k] for k in ("workload", "fraction", "policy", "tree", "load")]
             found[tuple(key)] = row
-    return {"about": first, "rows": list(found.values())}
+    names = {named(row) for row in found.values()}
+    left = [point for run in runs for point in run.get("left_out", ()) if point not in names]
+    return {"about": first, "rows": list(found.values()), "left_out": list(dict.fromkeys(left))}
+
+
+def named(row: Mapping[str, Any]) -> str:
+    """A point's name, by its row."""
+    way = Setting(row["policy"], row["tree"]).name
+    return f"{row['workload']}, fraction {row['fraction']:g}, {way}, {row['load']}"
 
 
 def measure_all(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from executor import about, read_config
-    from serving_bench.engines import Ground
 
     from trtllm_treewy.model.dummy import dummy_model
 
@@ -205,13 +251,13 @@ def measure_all(parser: argparse.ArgumentParser, args: argparse.Namespace) -> di
     device = torch.device(args.device)
     memory = args.memory or torch.cuda.get_device_properties(device).total_memory
     config = read_config(args.model, args.layers)
-    ways = points.settings(args.policy, args.tree)
+    plan = plan_of(args)
     facts = about(args, device) | {
         "memory": memory,
         "laws": {
-            way.tree: list(way.speculation(args.laws).simulated_acceptance or ())
-            for way in ways
-            if way.policy != points.NONE
+            site.setting.tree: list(site.setting.speculation(args.laws).simulated_acceptance or ())
+            for site in plan
+            if site.setting.policy != points.NONE
         },
     }
     facts["settings"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
@@ -219,57 +265,122 @@ def measure_all(parser: argparse.ArgumentParser, args: argparse.Namespace) -> di
     model = dummy_model(config, dtype=getattr(torch, args.dtype), device=device, seed=args.seed)
     say(f"{format_size(memory)} of memory, weights made in {time.perf_counter() - started:.1f} s")
     say("acceptance is simulated (--law): texts mean nothing")
-    sizes = sorted({*args.concurrency, *(RATE_BATCHES if args.rate else ())})
     ground = Ground(
-        config, model, memory, args.most, sizes, args.state_dtype, args.laws,
+        config, model, memory, args.most, args.state_dtype, args.laws,
         captured=device.type == "cuda",
     )  # fmt: skip
-    run: dict[str, Any] = {"about": facts, "rows": []}
-    workloads = [points.WORKLOADS[name].scaled(args.scale) for name in args.workload]
-    for site in points.sites(workloads, args.fraction, ways):
-        measure_site(args, ground, site, run)
+    run: dict[str, Any] = {"about": facts, "rows": [], "left_out": []}
+    clock = Clock(args, Compiles())
+    for site, arrivals in plan.items():
+        measure_site(args, ground, site, arrivals, run, clock)
     return run
 
 
-def measure_site(args: argparse.Namespace, ground: Any, site: Site, run: dict[str, Any]) -> None:
+class Clock:
+    """The time that is left of --seconds, and what was done once for all sites.
+
+    Attributes:
+        compiles: kernels that were compiled.
+        warmed: length of the longest prompts that kernels are compiled for.
+    """
+
+    def __init__(self, args: argparse.Namespace, compiles: Compiles) -> None:
+        self.compiles, self.warmed = compiles, 0
+        self._end = STARTED + args.seconds if args.seconds else None
+        self._point = args.settle + (args.point_seconds or 0.0)
+
+    @property
+    def has_time(self) -> bool:
+        """Whether a point that begins now ends in time, as far as is known."""
+        return self._end is None or time.perf_counter() + self._point < self._end
+
+
+def measure_site(
+    args: argparse.Namespace,
+    ground: Ground,
+    site: Site,
+    arrivals: Sequence[Arrivals],
+    run: dict[str, Any],
+    clock: Clock,
+) -> None:
     """Adds the points of an engine to the run, and saves it."""
     import torch
-    from serving_bench.engines import build_site, release, wait
 
+    wanted = list(arrivals)
+    if clock.has_time:
+        built, failed = None, ""
+        started = time.perf_counter()
+        try:
+            built = build_site(ground, site, batch_sizes(arrivals))
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            failed = f"does not fit: {str(error)[:200]}"
+        else:
+            seconds = time.perf_counter() - started
+            say(f"{_name(site)}: {built.slots} slots, {seconds:.1f} s to build")
+            _warm(ground, built, Point(site, arrivals[0]), clock)
+        while wanted and (failed or clock.has_time):
+            row = _measure(args, ground, built, Point(site, wanted.pop(0)), failed, clock)
+            run["rows"].append(row)
+            speed = row.get("output_tokens_per_second", row.get("error"))
+            say(
+                f"{named(row)}: {speed} tokens/s, {row.get('seconds', 0)} s after "
+                f"{row.get('settle_seconds', 0)} s, and {row.get('warm_seconds', 0)} s to warm up"
+            )
+            _save(args, run)
+        wait(ground.device)  # a step may be under way whose buffers go now
+        del built
+        release(ground.device)
+    for left in wanted:
+        run["left_out"].append(named(Point(site, left).to_dict()))
+        say(f"{run['left_out'][-1]}: left out, no time is left of --seconds")
+    _save(args, run)
+
+
+def batch_sizes(arrivals: Sequence[Arrivals]) -> list[int]:
+    """Numbers of sequences whose steps are captured for these loads."""
+    closed = {load.concurrency for load in arrivals if load.concurrency is not None}
+    return sorted(closed | (set(RATE_BATCHES) if any(load.rate for load in arrivals) else set()))
+
+
+def _warm(ground: Ground, built: Built, point: Point, clock: Clock) -> None:
+    """Compiles the kernels of prompts, unless an engine before has."""
+    longest = point.site.workload.max_len
+    if not ground.captured or longest <= clock.warmed:
+        return
     started = time.perf_counter()
+    warm_prompts(built, point, ground.config.vocab_size)
+    clock.warmed = longest
+    say(
+        f"prompts of up to {longest} tokens, which compiles their kernels: "
+        f"{time.perf_counter() - started:.1f} s"
+    )
+
+
+def _measure(
+    args: argparse.Namespace,
+    ground: Ground,
+    built: Built | None,
+    point: Point,
+    failed: str,
+    clock: Clock,
+) -> dict[str, Any]:
+    import torch
+
+    if built is None:
+        return point.to_dict() | {"error": failed}
     effort = Effort(
         args.requests_per_sequence, args.least_requests, args.rate_seconds, args.point_seconds,
-        args.seed,
+        args.seed, args.settle,
     )  # fmt: skip
-    built, failed = None, ""
     try:
-        built = build_site(ground, site)
+        return measure(built, point, effort, ground.config.vocab_size, clock.compiles)
     except (MemoryError, torch.OutOfMemoryError) as error:
-        failed = f"does not fit: {str(error)[:200]}"
-    else:
-        say(f"{_name(site)}: {built.slots} slots, {time.perf_counter() - started:.1f} s to build")
-    for arrivals in loads(args):
-        point = Point(site, arrivals)
-        row: dict[str, Any] = point.to_dict() | {"error": failed}
-        if built is not None:
-            try:
-                row = measure(built, point, effort, ground.config.vocab_size)
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                row["error"] = f"ran out of memory: {str(error)[:200]}"
-        run["rows"].append(row)
-        speed = row.get("output_tokens_per_second", row.get("error"))
-        say(f"{_name(site)}, {arrivals.name}: {speed} tokens/s, {row.get('seconds', 0)} s")
-        if args.output:
-            args.output.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-    wait(ground.device)  # a step may be under way whose buffers go now
-    del built
-    release(ground.device)
+        return point.to_dict() | {"error": f"ran out of memory: {str(error)[:200]}"}
 
 
-def loads(args: argparse.Namespace) -> list[Arrivals]:
-    """So many at once, and every rate with every burstiness."""
-    closed = [Arrivals(concurrency=count) for count in args.concurrency]
-    return closed + [Arrivals(None, rate, b) for rate in args.rate for b in args.burstiness]
+def _save(args: argparse.Namespace, run: dict[str, Any]) -> None:
+    if args.output:
+        args.output.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
 
 
 def _name(site: Site) -> str:

@@ -16,7 +16,7 @@ from engine_world import CONFIG, VOCAB
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from serving_bench import engines, goals, plot, points, report, split
+from serving_bench import engines, goals, plot, points, report, split, warm
 from serving_bench.drive import drive
 from serving_bench.measure import Effort, measure
 from serving_bench.points import Arrivals, Point, Setting, Site, Workload
@@ -85,19 +85,59 @@ def test_every_setting_gets_the_same_load():
     assert (burst.request_rate, burst.burstiness, burst.sigma) == (5.0, 0.25, 0.0)
 
 
+def test_points_that_are_chosen():
+    """In the order of their first mention, an engine for all loads of a site."""
+    plan = points.chosen(
+        ["chat:0.65:snapshot+reconstruct:3:256", "anchor:0.9:none+reconstruct:2,2,2:1+8/s@0.25",
+         "chat:0.65:none+snapshot:3+auto:64+256+4/s"]
+    )  # fmt: skip
+    found = [
+        (site.workload.name, site.fraction, site.setting.name, *(load.name for load in loads))
+        for site, loads in plan.items()
+    ]
+    assert found == [
+        ("chat", 0.65, "snapshot 3", "256 at once", "64 at once", "4/s"),
+        ("chat", 0.65, "reconstruct 3", "256 at once"),
+        ("anchor", 0.9, "none", "1 at once", "8/s in bursts (0.25)"),
+        ("anchor", 0.9, "reconstruct 2,2,2", "1 at once", "8/s in bursts (0.25)"),
+        ("chat", 0.65, "none", "64 at once", "256 at once", "4/s"),
+        ("chat", 0.65, "snapshot auto", "64 at once", "256 at once", "4/s"),
+    ]
+    small = points.chosen(["anchor:1:none:-:2"], 0.05)
+    assert [site.workload.prompt for site in small] == [26]
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("chat:0.65:snapshot:3", "WORKLOAD:FRACTION:POLICY:TREE:LOAD"),
+        ("talk:0.65:snapshot:3:8", "no workload 'talk'"),
+        ("chat:1.5:snapshot:3:8", "1.5 is not above 0 and at most 1"),
+        ("chat:0.65:copy:3:8", "no policy 'copy'"),
+        ("chat:0.65:snapshot:3:0", "0 is not above 0"),
+        ("chat:0.65:snapshot:3:x", "invalid literal"),
+        ("chat:0.65:snapshot:3:8/sec", "load '8/sec'"),
+        ("chat:0.65:snapshot:3:8/s@-1", "-1 is not above 0"),
+    ],
+)
+def test_points_that_are_none(item, said):
+    with pytest.raises(ValueError, match=f"point '{item}'.*{said}"):
+        points.chosen([item])
+
+
 # ------------------------------------------------------------------ engines
 
 
 @pytest.fixture(scope="module")
 def ground():
     model = dummy_model(CONFIG, dtype=torch.float32, device="cpu")
-    return engines.Ground(CONFIG, model, 1 << 20, 64, (2,), "float32", {}, captured=False)
+    return engines.Ground(CONFIG, model, 1 << 20, 64, "float32", {}, captured=False)
 
 
 def test_memory_sets_the_number_of_sequences(ground):
     found = {}
     for policy, tree in (("none", "none"), ("reconstruct", "3,3,3"), ("snapshot", "3,3,3")):
-        built = engines.build_site(ground, site(policy, tree, 0.6))
+        built = engines.build_site(ground, site(policy, tree, 0.6), (2,))
         assert built.report["total_bytes"] <= 0.6 * ground.memory
         memory = engines.memory_by_kind(built, 0, 1)
         kinds = ("weights", "states", "stash", "kv_cache")
@@ -110,13 +150,13 @@ def test_memory_sets_the_number_of_sequences(ground):
     assert found["snapshot"].slots < found["reconstruct"].slots <= found["none"].slots
     assert found["snapshot"].bound_by_memory
     assert found["snapshot"].engine._executor.model is ground.model
-    few = engines.build_site(replace(ground, most=2), site())
+    few = engines.build_site(replace(ground, most=2), site(), (2,))
     assert (few.slots, few.bound_by_memory) == (2, False)
 
 
 def test_captured_steps_are_measured_by_the_same_loop(ground):
     """A step under way when a load ends must not spoil the next one on the engine."""
-    built = engines.build_site(replace(ground, captured=True, most=4), site())
+    built = engines.build_site(replace(ground, captured=True, most=4), site(), (2,))
     effort = Effort(per_sequence=2, least=3, rate_seconds=1.0, seconds=None, seed=0)
     for count in (4, 1, 4):
         found = measure(built, Point(site(), Arrivals(count)), effort, VOCAB)
@@ -127,14 +167,52 @@ def test_captured_steps_are_measured_by_the_same_loop(ground):
         assert 2.2 < found["acceptance_length"] < 4.0
 
 
+def test_kernels_are_compiled_on_prompts_of_all_sizes(ground):
+    long = Workload("long", 12, 12, 1.0, 300)
+    built = engines.build_site(ground, site(workload=long), (2,))
+    before = built.engine.stats.prefilled_tokens
+    warm.warm_prompts(built, Point(site(workload=long), Arrivals(2)), VOCAB)
+    stats = built.engine.stats
+    sizes = warm.prompt_sizes(298)
+    assert stats.prefilled_tokens - before == sum(map(sum, sizes))
+    assert (stats.requests_failed, stats.waiting, stats.running) == (0, 0, 0)
+    for wanted in ([16], [13], [256], [253, 256], [255] * 3, [298], [298] * 16):
+        assert wanted in sizes
+    assert [512] * 16 in warm.prompt_sizes(6142)
+
+
+def test_kernels_that_are_compiled_late_are_counted(ground, monkeypatch):
+    runtime = SimpleNamespace(jit_post_compile_hook=None)
+    monkeypatch.setattr(warm.triton_ops, "installed", lambda: True)
+    monkeypatch.setitem(
+        sys.modules, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=runtime))
+    )
+    compiles = warm.Compiles()
+    built = engines.build_site(ground, site(), (2,))
+    step = built.engine.step
+    calls = []
+
+    def compiling():
+        calls.append(runtime.jit_post_compile_hook(key="k", fn=None))
+        return step()
+
+    effort = Effort(per_sequence=1, least=2, rate_seconds=1.0, seconds=None, seed=0)
+    built.engine.step = compiling
+    found = measure(built, Point(site(), Arrivals(1)), effort, VOCAB, compiles)
+    assert 0 < found["late"] < len(calls) == compiles.count  # what warms up does not count
+    assert calls[0] is None  # anything else would stop Triton
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    assert warm.Compiles().count is None
+
+
 def test_the_longest_sequence_fits_among_few(ground):
     long = Workload("long", 12, 12, 1.0, 600)
-    weights = engines.build_site(ground, site()).report["weights_bytes"]
+    weights = engines.build_site(ground, site(), (2,)).report["weights_bytes"]
     tight = replace(ground, memory=weights + 300_000)
-    built = engines.build_site(tight, site("snapshot", "3,3,3", 1.0, long))
+    built = engines.build_site(tight, site("snapshot", "3,3,3", 1.0, long), (2,))
     assert built.slots * long.mean_len < long.max_len
     with pytest.raises(MemoryError, match="exceed"):
-        engines.build_site(replace(ground, memory=weights), site(fraction=1.0))
+        engines.build_site(replace(ground, memory=weights), site(fraction=1.0), (2,))
 
 
 # ------------------------------------------------------------------ the loop
@@ -241,6 +319,24 @@ def test_a_load_that_is_cut():
     assert run.tokens == 3 + 5 + 2
     late = run_on(FakeEngine(slots=1), [planned(9), planned(9)], 2, seconds=5.0)
     assert sorted(late.first_token_times()) == [1.0, 5.0]  # the other still waits
+
+
+def test_a_load_that_settles_first():
+    """Steps of a second, two slots: 0 to 3, 3 to 6, and so on; counted from 4 on."""
+    engine = FakeEngine()
+    requests = [planned(3)] * 20
+    run = run_on(engine, requests, 4, seconds=5.0, settle=4.0, slots_by_memory=True)
+    assert (run.began, run.start, run.seconds, run.tokens) == (0.0, 4.0, 5.0, 10)
+    # The pair whose first tokens came at 4 ends at 6; the next one begins at 7 and ends at 9.
+    assert len(run.results) == 4
+    assert run.watch.seconds == run.watch.bound_seconds == 5.0
+    assert run.before["generated_tokens"] == 8
+    # Two sent at 0 have theirs at 4, those sent at 3 at 7; those sent at 6 still wait at the end.
+    assert [round(r.ttft) for r in run.first_tokens() if r.arrivals] == [4, 4, 4, 4]
+    assert sorted(run.first_token_times()) == [3.0, 3.0, 4.0, 4.0, 4.0, 4.0]
+    early = FakeEngine()
+    whole = run_on(early, [planned(2)], 1, settle=9.0)
+    assert (whole.start, whole.tokens, len(whole.results)) == (whole.began, 2, 1)
 
 
 def test_a_request_that_is_refused():
@@ -376,6 +472,59 @@ def test_the_whole_on_a_cpu(tiny, tmp_path, capsys):
     assert capsys.readouterr().out == printed.out == (tmp_path / "run.md").read_text()
 
 
+def test_chosen_points_in_a_time(tiny, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "run.json"
+    module = script()
+    flags = [str(tiny), *COMMON, "--memory", "400KiB", "--output", str(output)]
+    chosen = ["anchor:0.6:snapshot+reconstruct:3:8+4", "anchor:0.6:none:-:2"]
+    settle = ["--settle", "0.05", "--point-seconds", "0.2", "--requests-per-sequence", "500"]
+    module.main([*flags, "--point", *chosen, *settle])
+    run = json.loads(output.read_text())
+    found = [(r["policy"], r["load"]) for r in run["rows"]]
+    assert found == [
+        ("snapshot", "8 at once"), ("snapshot", "4 at once"),
+        ("reconstruct", "8 at once"), ("reconstruct", "4 at once"),
+        ("none", "2 at once"),
+    ]  # fmt: skip
+    assert all(r["settle_seconds"] >= 0.05 and r["seconds"] >= 0.19 for r in run["rows"])
+    assert run["left_out"] == []
+    assert "s before they were counted" in capsys.readouterr().out
+
+    # Time is up after the first point: what is left is said, and another run adds it.
+    real = module.measure
+
+    def slow(*args):
+        monkeypatch.setattr(module, "STARTED", -1e9)
+        return real(*args)
+
+    monkeypatch.setattr(module, "measure", slow)
+    monkeypatch.setattr(module.Clock, "has_time", property(lambda self: module.STARTED > -1e9))
+    module.main([*flags, "--point", *chosen, "--seconds", "500"])
+    cut = json.loads(output.read_text())
+    assert [r["load"] for r in cut["rows"]] == ["8 at once"]
+    assert cut["left_out"] == [
+        "anchor, fraction 0.6, snapshot 3, 4 at once",
+        "anchor, fraction 0.6, reconstruct 3, 8 at once",
+        "anchor, fraction 0.6, reconstruct 3, 4 at once",
+        "anchor, fraction 0.6, none, 2 at once",
+    ]
+    assert "- anchor, fraction 0.6, none, 2 at once: left out" in capsys.readouterr().out
+    rest = {"about": run["about"], "rows": run["rows"][1:4]}
+    assert module.merge([cut, rest])["left_out"] == cut["left_out"][3:]
+
+
+def test_points_end_before_the_time_does(monkeypatch):
+    module = script()
+    args = SimpleNamespace(seconds=20.0, settle=2.0, point_seconds=5.0)
+    clock = module.Clock(args, warm.Compiles())
+    now = [module.STARTED + 12.9]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    assert clock.has_time
+    now[0] += 0.2
+    assert not clock.has_time
+    assert module.Clock(SimpleNamespace(**{**vars(args), "seconds": None}), None).has_time
+
+
 def a_run(*rows, **settings):
     plain = dict.fromkeys(("layers", "dtype", "state_dtype", "most", "seed"))
     return {
@@ -418,6 +567,12 @@ def test_what_does_not_fit_is_said(tiny, tmp_path, capsys):
         (["m", "--fraction", "1.5"], "at most 1"),
         (["m", "--rate", "-1"], "--rate: expected above 0"),
         (["m", "--concurrency"], "neither"),
+        (["m", "--settle", "-1"], "--settle: expected at least 0"),
+        (["m", "--seconds", "0"], "--seconds: expected above 0"),
+        (["m", "--point", "chat:0.9:none:-"], "WORKLOAD:FRACTION:POLICY:TREE:LOAD"),
+        (["m", "--point", "chat:0.9:snapshot:x:8"], "tree 'x'"),
+        (["m", "--point", "chat:0.9:none:-:8", "--tree", "3"], "without --tree"),
+        (["m", "--point", "chat:0.9:none:-:8", "--quick"], "without --quick"),
         (["m", "--output", "/no/such/folder/x"], "does not exist"),
         (["--from", "/no/such/file"], "not a run"),
     ],

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from trtllm_treewy.bench.load import LoadSpec, PlannedRequest
 from trtllm_treewy.bench.target import RequestResult
@@ -76,26 +77,48 @@ class Run:
     """A load that ran.
 
     Attributes:
-        seconds: from its start to its last token, or until it was cut.
+        began: when.
+        start: of what is counted, the same unless the load was given time to settle.
+        watch: what the engine held.
+        before: the engine's counters at `start`.
+        seconds: from `start` to the last token, or until it was cut.
         results: of requests that ended.
         unfinished: of those that had not, where it was cut: without a first token, `arrivals` is
             empty.
-        watch: what the engine held.
         tokens: generated, those of unfinished requests among them.
     """
 
+    began: float
     start: float
     watch: Watch
+    before: dict[str, Any]
     seconds: float = 0.0
     results: list[RequestResult] = field(default_factory=list)
     unfinished: list[RequestResult] = field(default_factory=list)
     tokens: int = 0
 
-    def first_token_times(self) -> list[float]:
-        """Seconds to first tokens; of requests cut before theirs, how long they had waited."""
-        end = self.start + self.seconds
+    @classmethod
+    def of(cls, engine: Engine, now: float, slots_by_memory: bool) -> Run:
+        """A run that begins now."""
+        return cls(now, now, Watch.over(engine, slots_by_memory), asdict(engine.stats))
+
+    def settle(self, engine: Engine, now: float) -> None:
+        """Forgets what was: everything is counted from now on."""
+        self.start, self.before = now, asdict(engine.stats)
+        self.watch = Watch.over(engine, self.watch.slots_by_memory)
+        self.results.clear()
+
+    def first_tokens(self) -> list[RequestResult]:
+        """Requests whose first token came since `start`, or never."""
         done = [r for r in self.results if r.error is None]
-        return [r.ttft if r.arrivals else end - r.sent for r in (*done, *self.unfinished)]
+        return [
+            r for r in (*done, *self.unfinished) if not r.arrivals or r.arrivals[0] >= self.start
+        ]
+
+    def first_token_times(self) -> list[float]:
+        """Seconds to those first tokens; of requests cut before theirs, how long they waited."""
+        end = self.start + self.seconds
+        return [r.ttft if r.arrivals else end - r.sent for r in self.first_tokens()]
 
 
 def drive(
@@ -105,6 +128,7 @@ def drive(
     *,
     slots_by_memory: bool = False,
     seconds: float | None = None,
+    settle: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Run:
@@ -115,16 +139,21 @@ def drive(
         requests: with prompts of token ids, in the order of their times.
         spec: says which of the two it is.
         slots_by_memory: see `Watch`.
-        seconds: after which what is left is cancelled.
+        seconds: after which what is left is cancelled, counted from when the load has settled.
+        settle: how long the load runs before it is counted. Requests that end sooner are forgotten,
+            and so are first tokens that come sooner; where the whole load ends sooner, all of it
+            counts.
         clock, sleep: seconds; the clock must be the engine's.
     """
-    run = Run(clock(), Watch.over(engine, slots_by_memory))
-    tokens = engine.stats.generated_tokens
+    run = Run.of(engine, clock(), slots_by_memory)
     pending, opened = deque(requests), dict[int, tuple[Request, RequestResult]]()
     seen = run.start
     while pending or opened:
-        now = clock() - run.start
-        if seconds is not None and now >= seconds:
+        now = clock() - run.began
+        if now >= settle > 0 and run.start == run.began:
+            run.settle(engine, clock())
+            seen = run.start
+        if seconds is not None and now >= (run.start - run.began or settle) + seconds:
             break
         _send(engine, spec, pending, opened, run, now)
         if engine.has_work:
@@ -137,7 +166,7 @@ def drive(
         seen = now_seen
     _cut(engine, opened, run)
     _measure_length(run, clock())
-    run.tokens = engine.stats.generated_tokens - tokens
+    run.tokens = engine.stats.generated_tokens - run.before["generated_tokens"]
     return run
 
 
@@ -155,7 +184,7 @@ def _send(
             return
         planned = pending.popleft()
         # A step may have been under way when a request was due: it has waited since then.
-        result = RequestResult(run.start + (now if closed else planned.at))
+        result = RequestResult(run.began + (now if closed else planned.at))
         request = Request(
             engine.stats.requests_added,
             tuple(planned.prompt),  # type: ignore[arg-type]

@@ -30,7 +30,6 @@ class Ground:
         config, model: the model, with its weights in place.
         memory: bytes that count as the whole memory; fractions are of these.
         most: sequences at once that an engine is built for where memory allows.
-        batch_sizes: numbers of sequences whose steps are captured.
         captured: whether steps are; on a CPU they run by the same functions then, uncaptured.
         state_dtype: of the recurrent state.
         laws: of acceptance, by tree, where they are not the default ones.
@@ -40,7 +39,6 @@ class Ground:
     model: Qwen3_5ForCausalLM
     memory: int
     most: int
-    batch_sizes: Sequence[int]
     state_dtype: str
     laws: Mapping[str, Sequence[float]]
     captured: bool
@@ -64,8 +62,8 @@ class Built:
     report: Mapping[str, int]
 
 
-def build_site(ground: Ground, site: Site) -> Built:
-    """The engine of a site.
+def build_site(ground: Ground, site: Site, batch_sizes: Sequence[int]) -> Built:
+    """The engine of a site, steps captured for these numbers of sequences and for all it holds.
 
     Slots are divided as if every sequence ended at the workload's mean length; what is left is KV
     cache. So sequences that grow longer at one time preempt each other, as in a server that is set
@@ -80,7 +78,7 @@ def build_site(ground: Ground, site: Site) -> Built:
         free_gpu_memory_fraction=site.fraction,
     )
     tokens = max(MAX_NUM_TOKENS, 2 * ground.most * speculation.max_nodes)
-    graphs = _graphs(ground, ground.most)
+    graphs = _graphs(ground, batch_sizes, ground.most)
     fits = _fitting(ground, site, speculation, cache, tokens, graphs)
     slots = min(ground.most, fits)
     with warnings.catch_warnings():
@@ -95,16 +93,16 @@ def build_site(ground: Ground, site: Site) -> Built:
             max_batch_size=slots,
             max_seq_len=site.workload.max_len,
             max_num_tokens=tokens,
-            graphs=_graphs(ground, slots),
+            graphs=_graphs(ground, batch_sizes, slots),
             free=ground.memory,
         )
     return Built(engine, slots, fits < ground.most, report)
 
 
-def _graphs(ground: Ground, slots: int) -> CudaGraphConfig | None:
+def _graphs(ground: Ground, sizes: Sequence[int], slots: int) -> CudaGraphConfig | None:
     if not ground.captured:
         return None
-    return CudaGraphConfig(batch_sizes=(*(n for n in ground.batch_sizes if n < slots), slots))
+    return CudaGraphConfig(batch_sizes=(*(n for n in sizes if n < slots), slots))
 
 
 def _fitting(

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
-from trtllm_treewy.bench.load import PlannedRequest, plan_load
+from trtllm_treewy.bench.load import plan_load
 from trtllm_treewy.bench.report import spread
 from trtllm_treewy.outputs import AcceptanceStats
 
 from .drive import Run, drive
 from .engines import Built, memory_by_kind
-from .points import AUTO, Point
+from .points import Point
+from .warm import Compiles, RandomTokens, captured, warm_up
 
 # Counters of the engine that a point reports, by how much they grew.
 COUNTED = (
     "steps", "preemptions", "recomputed_tokens", "prefilled_tokens", "graph_steps", "graph_misses",
     "pruned_trees", "executor_faults",
 )  # fmt: skip
-# Lengths of requests that only warm up, and how often: `auto` has more shapes to meet.
-WARM_PROMPT, WARM_OUTPUT, WARM_OUTPUT_AUTO = 32, 24, 128
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ class Effort:
             `least`, or those of so many seconds at a rate.
         seconds: after which a point is cut, None for never.
         seed: of loads.
+        settle: seconds that a load runs before it is counted.
     """
 
     per_sequence: int
@@ -40,6 +39,7 @@ class Effort:
     rate_seconds: float
     seconds: float | None
     seed: int
+    settle: float = 0.0
 
     def requests(self, point: Point) -> int:
         arrivals = point.arrivals
@@ -48,49 +48,41 @@ class Effort:
         return max(self.least, self.per_sequence * (arrivals.concurrency or 1))
 
 
-class RandomTokens:
-    """Stands in for a tokenizer: prompts are random ids, which experts are routed evenly by."""
+def measure(
+    built: Built, point: Point, effort: Effort, vocab_size: int, compiles: Compiles | None = None
+) -> dict[str, Any]:
+    """Runs a point on its engine; its row.
 
-    def __init__(self, vocab_size: int, seed: int) -> None:
-        self._vocab_size, self._seed = vocab_size, seed
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids, as many as the text has letters; what it says does not matter."""
-        random = np.random.default_rng(self._seed)
-        return [int(token) for token in random.integers(0, self._vocab_size, len(text))]
-
-
-def measure(built: Built, point: Point, effort: Effort, vocab_size: int) -> dict[str, Any]:
-    """Runs a point on its engine; its row."""
+    `compiles` counts the kernels that were compiled meanwhile, which the row then has.
+    """
     spec = point.load(effort.requests(point), effort.seed)
     requests = plan_load(spec, " " * (1 << 16), RandomTokens(vocab_size, effort.seed))
+    began = time.perf_counter()
     warm_up(built, point, vocab_size)
-    before = asdict(built.engine.stats)
+    warmed = time.perf_counter()
+    late = _late(built, compiles)
     run = drive(
         built.engine,
         requests,
         spec,
         slots_by_memory=built.bound_by_memory,
         seconds=effort.seconds,
+        settle=effort.settle,
     )
     after = asdict(built.engine.stats)
     row = point.to_dict() | {"slots": built.slots, "slots_by_memory": built.bound_by_memory}
     row |= summarise(run)
-    row |= {name: after[name] - before[name] for name in COUNTED}
+    row |= {name: after[name] - run.before[name] for name in COUNTED}
+    row["late"] = _late(built, compiles) - late
+    row["warm_seconds"] = round(warmed - began, 3)
     row["memory"] = memory_by_kind(built, run.watch.peak_blocks, run.watch.peak_slots)
     return row
 
 
-def warm_up(built: Built, point: Point, vocab_size: int) -> None:
-    """Short requests at the point's concurrency: what compiles or is captured late, does so now."""
-    limits = built.engine._executor.limits
-    count = min(point.arrivals.concurrency or built.slots, built.slots)
-    output = WARM_OUTPUT_AUTO if point.site.setting.tree == AUTO else WARM_OUTPUT
-    output = max(1, min(output, limits.max_seq_len // 2))
-    prompt = max(1, min(WARM_PROMPT, limits.max_seq_len - output))
-    tokens = RandomTokens(vocab_size, 1).encode(" " * prompt, False)
-    spec = replace(point.load(count, 0), request_rate=None, concurrency=count)
-    drive(built.engine, [PlannedRequest(tokens, output, 0.0)] * count, spec)
+def _late(built: Built, compiles: Compiles | None) -> int:
+    """Kernels and steps that were compiled and captured so far."""
+    count = None if compiles is None else compiles.count
+    return captured(built.engine) + (count or 0)
 
 
 def summarise(run: Run) -> dict[str, Any]:
@@ -98,10 +90,11 @@ def summarise(run: Run) -> dict[str, Any]:
     done = [r for r in run.results if r.error is None]
     seconds, watch = max(run.seconds, 1e-9), run.watch
     stats = [r.stats for r in (*done, *run.unfinished) if r.stats is not None]
-    prompt = sum(r.prompt_tokens for r in (*done, *run.unfinished) if r.arrivals)
+    prompt = sum(r.prompt_tokens for r in run.first_tokens() if r.arrivals)
     accepted = sum(stats, AcceptanceStats())
     return {
         "seconds": round(run.seconds, 4),
+        "settle_seconds": round(run.start - run.began, 4),
         "completed": len(done),
         "unfinished": len(run.unfinished),
         "failed": len(run.results) - len(done),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -205,11 +206,72 @@ def settings(policies: Sequence[str], trees: Sequence[str]) -> list[Setting]:
     return found + [Setting(p, tree) for p in policies if p != NONE for tree in trees]
 
 
-def sites(
-    workloads: Sequence[Workload], fractions: Sequence[float], ways: Sequence[Setting]
-) -> Iterator[Site]:
-    """All of them, those that are compared with each other in a row."""
-    for workload in workloads:
-        for fraction in fractions:
-            for setting in ways:
-                yield Site(workload, fraction, setting)
+Plan = dict[Site, list[Arrivals]]
+
+
+def product(
+    workloads: Sequence[Workload],
+    fractions: Sequence[float],
+    ways: Sequence[Setting],
+    loads: Sequence[Arrivals],
+) -> Plan:
+    """Every load on all sites, those that are compared with each other in a row."""
+    return {
+        Site(workload, fraction, setting): list(loads)
+        for workload in workloads
+        for fraction in fractions
+        for setting in ways
+    }
+
+
+def chosen(items: Sequence[str], scale: float = 1.0) -> Plan:
+    """The points that `items` name: sites in the order of their first mention, loads likewise.
+
+    Args:
+        items: WORKLOAD:FRACTION:POLICY:TREE:LOAD, several of each joined by +, the tree of `none`
+            being whatever it is: `chat+summary:0.65:none+snapshot:3:64+256`. A load is a number of
+            requests at once, or a rate `8/s`, or one with a burstiness, `8/s@0.25`.
+        scale: factor on the lengths of workloads.
+
+    Raises:
+        ValueError: an item that is none.
+    """
+    plan: Plan = {}
+    for item in items:
+        try:
+            parts = [part.split("+") for part in item.split(":")]
+            names, fractions, policies, trees, loads = parts
+            if unknown := [name for name in names if name not in WORKLOADS]:
+                raise ValueError(f"no workload {unknown[0]!r}")
+            if unknown := [policy for policy in policies if policy not in POLICIES]:
+                raise ValueError(f"no policy {unknown[0]!r}")
+            found = product(
+                [WORKLOADS[name].scaled(scale) for name in names],
+                [_positive(fraction, most=1.0) for fraction in fractions],
+                settings(policies, trees),
+                [_arrivals(load) for load in loads],
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"point {item!r}: expected WORKLOAD:FRACTION:POLICY:TREE:LOAD ({error})"
+            ) from None
+        for site, arrivals in found.items():
+            known = plan.setdefault(site, [])
+            known += [load for load in arrivals if load not in known]
+    return plan
+
+
+def _arrivals(text: str) -> Arrivals:
+    rate, mark, burstiness = text.partition("/s")
+    if not mark:
+        return Arrivals(concurrency=int(_positive(str(int(text)))))
+    if burstiness and not burstiness.startswith("@"):
+        raise ValueError(f"load {text!r}")
+    return Arrivals(None, _positive(rate), _positive(burstiness[1:] or "1"))
+
+
+def _positive(text: str, most: float = math.inf) -> float:
+    value = float(text)
+    if not 0 < value <= most:
+        raise ValueError(f"{text} is not above 0" + (f" and at most {most:g}" * (most < math.inf)))
+    return value

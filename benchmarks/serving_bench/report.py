@@ -1,4 +1,4 @@
-"""A run as text: all points in two tables, ratios to snapshots, shares of time, goals."""
+"""A run as text: all points in two tables, ratios to snapshots, shares of time, notes, goals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def text(run: Mapping[str, Any]) -> str:
                 f"Over `{BASELINE}` at the same points and trees, geometric means:\n\n"
                 + table(RATIO_COLUMNS, cells)
             )
-    parts += [part for part in (shares(rows), errors(rows)) if part]
+    parts += [part for part in (shares(rows), notes(rows, run.get("left_out", ()))) if part]
     if is_comparable(run["about"]):
         parts.append("## Goals\n\n" + goal_table(goals(rows)))
     else:
@@ -77,7 +77,9 @@ def point(row: Row) -> tuple[str, ...]:
         row["load"],
         row["policy"],
         row["tree"],
-        f"{row['output_tokens_per_second']:.0f}" + ("*" if row["unfinished"] else ""),
+        f"{row['output_tokens_per_second']:.0f}"
+        + "*" * bool(row["unfinished"])
+        + "^" * bool(row.get("late")),
         *(_ms(of(row, *which)) for which in (("ttft", "p50"), ("ttft", "p99"))),
         *(_ms(of(row, *which)) for which in (("tpot", "p50"), ("tpot", "p99"))),
         f"{row['sequences_mean']:.0f}",
@@ -122,9 +124,9 @@ def shares(rows: Sequence[Row]) -> str:
     return f"## Share of the time that memory kept requests out\n\n{table(columns, cells)}"
 
 
-def errors(rows: Sequence[Row]) -> str:
-    """Points that could not be measured, requests that failed, and points that were cut."""
-    lines = []
+def notes(rows: Sequence[Row], left_out: Sequence[str]) -> str:
+    """What could not be measured or was left out, failed requests, and what the marks mean."""
+    lines = [f"- {point}: left out, no time was left" for point in left_out]
     for row in rows:
         where = ", ".join(str(row[k]) for k in ("workload", "fraction", "load", "policy", "tree"))
         if "error" in row:
@@ -136,6 +138,14 @@ def errors(rows: Sequence[Row]) -> str:
             "- \\* was cut at the time limit: its TTFT counts requests that still waited as if "
             "their first token had come then, and its TPOT is of those that ended."
         )
+    settled = sorted({row["settle_seconds"] for row in rows if row.get("settle_seconds")})
+    if settled:
+        lines.append(
+            f"- Loads ran for {settled[0]:.1f} to {settled[-1]:.1f} s before they were counted: "
+            "tokens are those of the time after, first tokens those that came or had not come."
+        )
+    if any(row.get("late") for row in rows):
+        lines.append("- ^ kernels were compiled, or steps captured, while it was measured.")
     return "## Notes\n\n" + "\n".join(lines) if lines else ""
 
 
