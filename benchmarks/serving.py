@@ -28,10 +28,11 @@ For a run of limited time, --point names the points, the most wanted first, inst
 of all flags; --seconds bounds the whole, weights and all, and what no time is left for is listed.
 --point-seconds cuts a point: its throughput is then that of a loop with all prompts at its
 beginning, without a tail in which fewer and fewer run, and first tokens that had not come count as
-if they had come then. --settle lets the load run before anything is counted, so that the figure is
-of a steady state; give it enough --requests-per-sequence to last. Whole runs, as vLLM's figures
-are, have neither. Kernels are compiled on prompts of all sizes beforehand; a point in which one was
-compiled or captured nevertheless is marked.
+if they had come then. --settle lets the load run before anything is counted, at least so long and
+until as many as fit have had a first token (at most five times as long), so that the figure is of a
+steady state; give it enough --requests-per-sequence to last. Whole runs, as vLLM's figures are,
+have neither. Loads at a rate go on for --rate-seconds. Kernels are compiled on prompts of all sizes
+beforehand; a point in which one was compiled or captured nevertheless is marked.
 The parts are in `serving_bench/`.
 """
 
@@ -280,19 +281,22 @@ class Clock:
     """The time that is left of --seconds, and what was done once for all sites.
 
     Attributes:
+        effort: of every point.
         compiles: kernels that were compiled.
         warmed: length of the longest prompts that kernels are compiled for.
     """
 
     def __init__(self, args: argparse.Namespace, compiles: Compiles) -> None:
+        self.effort = Effort(
+            args.requests_per_sequence, args.least_requests, args.rate_seconds, args.point_seconds,
+            args.seed, args.settle,
+        )  # fmt: skip
         self.compiles, self.warmed = compiles, 0
         self._end = STARTED + args.seconds if args.seconds else None
-        self._point = args.settle + (args.point_seconds or 0.0)
 
-    @property
-    def has_time(self) -> bool:
-        """Whether a point that begins now ends in time, as far as is known."""
-        return self._end is None or time.perf_counter() + self._point < self._end
+    def has_time(self, point: Point) -> bool:
+        """Whether the point ends in time if it begins now, as far as is known."""
+        return self._end is None or time.perf_counter() + self.effort.most(point) < self._end
 
 
 def measure_site(
@@ -306,8 +310,8 @@ def measure_site(
     """Adds the points of an engine to the run, and saves it."""
     import torch
 
-    wanted = list(arrivals)
-    if clock.has_time:
+    wanted = [Point(site, load) for load in arrivals]
+    if clock.has_time(wanted[0]):
         built, failed = None, ""
         started = time.perf_counter()
         try:
@@ -317,9 +321,9 @@ def measure_site(
         else:
             seconds = time.perf_counter() - started
             say(f"{_name(site)}: {built.slots} slots, {seconds:.1f} s to build")
-            _warm(ground, built, Point(site, arrivals[0]), clock)
-        while wanted and (failed or clock.has_time):
-            row = _measure(args, ground, built, Point(site, wanted.pop(0)), failed, clock)
+            _warm(ground, built, wanted[0], clock)
+        while wanted and (failed or clock.has_time(wanted[0])):
+            row = _measure(ground, built, wanted.pop(0), failed, clock)
             run["rows"].append(row)
             speed = row.get("output_tokens_per_second", row.get("error"))
             say(
@@ -331,7 +335,7 @@ def measure_site(
         del built
         release(ground.device)
     for left in wanted:
-        run["left_out"].append(named(Point(site, left).to_dict()))
+        run["left_out"].append(named(left.to_dict()))
         say(f"{run['left_out'][-1]}: left out, no time is left of --seconds")
     _save(args, run)
 
@@ -357,23 +361,14 @@ def _warm(ground: Ground, built: Built, point: Point, clock: Clock) -> None:
 
 
 def _measure(
-    args: argparse.Namespace,
-    ground: Ground,
-    built: Built | None,
-    point: Point,
-    failed: str,
-    clock: Clock,
+    ground: Ground, built: Built | None, point: Point, failed: str, clock: Clock
 ) -> dict[str, Any]:
     import torch
 
     if built is None:
         return point.to_dict() | {"error": failed}
-    effort = Effort(
-        args.requests_per_sequence, args.least_requests, args.rate_seconds, args.point_seconds,
-        args.seed, args.settle,
-    )  # fmt: skip
     try:
-        return measure(built, point, effort, ground.config.vocab_size, clock.compiles)
+        return measure(built, point, clock.effort, ground.config.vocab_size, clock.compiles)
     except (MemoryError, torch.OutOfMemoryError) as error:
         return point.to_dict() | {"error": f"ran out of memory: {str(error)[:200]}"}
 

@@ -9,6 +9,11 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
 import pytest
 import torch
 from gdn_cases import DECAYS, Dims, path_of, same_bits
@@ -143,6 +148,23 @@ def test_a_policy_runs_the_kernels():
         assert policy.stash_bytes == LAYERS * 5 * 9 * 2 * 12 * 16 * dtype.itemsize
     torch.testing.assert_close(pools[0].double(), pools[1], rtol=1e-4, atol=1e-4)
     assert not torch.equal(pools[0], case.state)
+
+
+def test_the_kernel_benchmark_calls_it_right():
+    """As a peer of the CUDA kernels, against their float64 reference."""
+    from kernel_bench.bench import Bench
+    from kernel_bench.cases import Case
+    from kernel_bench.cases import Dims as Sizes
+    from kernel_bench.floors import Rates
+    from kernel_bench.peers.measure import peer_error
+    from kernel_bench.peers.snapshots import Snapshots
+
+    sizes = Sizes(key_heads=1, value_heads=2, key_dim=8, value_dim=8, layers=1)
+    bench = Bench(None, Rates(1e12, 1e15), dims=sizes, device="cpu", slots=12, calls=1)
+    peer = Snapshots()
+    peer.load()
+    with torch.random.fork_rng():
+        assert peer_error(bench, peer, Case("tree_verify", "fp32", "tree", 7, 1, peer.stash)) < 5e-3
 
 
 def test_tiles_fill_the_gpu():

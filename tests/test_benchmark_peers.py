@@ -126,10 +126,12 @@ def test_a_shape_that_a_peer_must_not_run_is_left_out(bench):
 
 
 def test_peers_that_are_not_installed_are_absent(bench, monkeypatch):
-    for name in ("flashinfer", "sglang", "fla"):
+    for name in ("flashinfer", "sglang", "fla", "trtllm_treewy.triton_ops.snapshots"):
         monkeypatch.setitem(sys.modules, name, None)
     absent = measure_peers(bench, all_peers(), True)
-    assert set(absent) == {"flashinfer", "flashinfer-snapshots", "sglang", "fla"}
+    assert set(absent) == {
+        "flashinfer", "flashinfer-snapshots", "sglang", "fla", "treewy-snapshots",
+    }  # fmt: skip
     assert all("Error: " in reason for reason in absent.values())
     assert bench.rows == []
 

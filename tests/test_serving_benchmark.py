@@ -334,6 +334,13 @@ def test_a_load_that_settles_first():
     # Two sent at 0 have theirs at 4, those sent at 3 at 7; those sent at 6 still wait at the end.
     assert [round(r.ttft) for r in run.first_tokens() if r.arrivals] == [4, 4, 4, 4]
     assert sorted(run.first_token_times()) == [3.0, 3.0, 4.0, 4.0, 4.0, 4.0]
+    # Those that fit are waited for, where they come; at most five times as long.
+    assert run_on(FakeEngine(), requests, 4, seconds=5.0, settle=0.5).start == 1.0
+    slow = FakeEngine(blocked=range(3))
+    assert run_on(slow, requests, 4, seconds=5.0, settle=1.5).start == 4.0
+    slow = FakeEngine(blocked=range(99))
+    slow.slots = 2  # one of them always blocked
+    assert run_on(slow, requests, 4, seconds=5.0, settle=1.0).start == 5.0
     early = FakeEngine()
     whole = run_on(early, [planned(2)], 1, settle=9.0)
     assert (whole.start, whole.tokens, len(whole.results)) == (whole.began, 2, 1)
@@ -498,7 +505,7 @@ def test_chosen_points_in_a_time(tiny, tmp_path, capsys, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(module, "measure", slow)
-    monkeypatch.setattr(module.Clock, "has_time", property(lambda self: module.STARTED > -1e9))
+    monkeypatch.setattr(module.Clock, "has_time", lambda self, point: module.STARTED > -1e9)
     module.main([*flags, "--point", *chosen, "--seconds", "500"])
     cut = json.loads(output.read_text())
     assert [r["load"] for r in cut["rows"]] == ["8 at once"]
@@ -515,14 +522,22 @@ def test_chosen_points_in_a_time(tiny, tmp_path, capsys, monkeypatch):
 
 def test_points_end_before_the_time_does(monkeypatch):
     module = script()
-    args = SimpleNamespace(seconds=20.0, settle=2.0, point_seconds=5.0)
+    args = SimpleNamespace(
+        seconds=40.0, settle=2.0, point_seconds=5.0, rate_seconds=20.0, requests_per_sequence=2,
+        least_requests=1, seed=0,
+    )  # fmt: skip
+    closed, rate = Point(site(), Arrivals(8)), Point(site(), Arrivals(None, 4.0))
     clock = module.Clock(args, warm.Compiles())
-    now = [module.STARTED + 12.9]
+    assert [clock.effort.cut(point) for point in (closed, rate)] == [5.0, 18.0]
+    now = [module.STARTED + 24.9]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    assert clock.has_time
+    assert clock.has_time(closed)
+    assert not clock.has_time(rate)
     now[0] += 0.2
-    assert not clock.has_time
-    assert module.Clock(SimpleNamespace(**{**vars(args), "seconds": None}), None).has_time
+    assert not clock.has_time(closed)
+    endless = SimpleNamespace(**{**vars(args), "seconds": None, "point_seconds": None})
+    assert module.Clock(endless, None).has_time(rate)
+    assert module.Clock(endless, None).effort.cut(rate) is None
 
 
 def a_run(*rows, **settings):

@@ -16,6 +16,7 @@ NAMES = {
     "flashinfer": "FlashInfer, chain",
     "flashinfer-snapshots": "FlashInfer, chain, snapshots",
     "sglang": "SGLang, snapshots",
+    "treewy-snapshots": "our baseline, snapshots",
     "fla": "flash-linear-attention, chain",
     RECORDED: f"TensorRT Edge-LLM ({DATE})",
 }

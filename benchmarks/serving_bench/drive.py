@@ -19,6 +19,8 @@ from trtllm_treewy.sampling_params import SamplingParams
 
 # Longest wait for the next request in one go, seconds.
 NAP = 0.05
+# A load that is given time to settle takes at most so many times that.
+SETTLE_MOST = 5
 
 
 @dataclass
@@ -140,9 +142,9 @@ def drive(
         spec: says which of the two it is.
         slots_by_memory: see `Watch`.
         seconds: after which what is left is cancelled, counted from when the load has settled.
-        settle: how long the load runs before it is counted. Requests that end sooner are forgotten,
-            and so are first tokens that come sooner; where the whole load ends sooner, all of it
-            counts.
+        settle: how long the load runs before it is counted (see `_is_settled`). Requests that end
+            sooner are forgotten, and so are first tokens that come sooner; where the whole load
+            ends sooner, all of it counts.
         clock, sleep: seconds; the clock must be the engine's.
     """
     run = Run.of(engine, clock(), slots_by_memory)
@@ -150,10 +152,11 @@ def drive(
     seen = run.start
     while pending or opened:
         now = clock() - run.began
-        if now >= settle > 0 and run.start == run.began:
-            run.settle(engine, clock())
-            seen = run.start
-        if seconds is not None and now >= (run.start - run.began or settle) + seconds:
+        settled = not settle or run.start > run.began
+        if not settled and _is_settled(engine, spec, opened, now, settle):
+            settled, seen = True, run.began + now
+            run.settle(engine, seen)
+        if seconds is not None and settled and now >= run.start - run.began + seconds:
             break
         _send(engine, spec, pending, opened, run, now)
         if engine.has_work:
@@ -168,6 +171,25 @@ def drive(
     _measure_length(run, clock())
     run.tokens = engine.stats.generated_tokens - run.before["generated_tokens"]
     return run
+
+
+def _is_settled(
+    engine: Engine,
+    spec: LoadSpec,
+    opened: dict[int, tuple[Request, RequestResult]],
+    now: float,
+    settle: float,
+) -> bool:
+    """Whether a load that began `now` seconds ago shall be counted from now on.
+
+    After `settle` seconds, and when as many as fit at once have had a first token, for which it
+    waits up to SETTLE_MOST times as long: many long prompts at the beginning take their time.
+    """
+    if now < settle or spec.request_rate is not None:
+        return now >= settle
+    going = sum(request.first_token_at is not None for request, _ in opened.values())
+    fit = min(spec.concurrency, engine.stats.slots_total)
+    return going >= fit or now >= SETTLE_MOST * settle
 
 
 def _send(

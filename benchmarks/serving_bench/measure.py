@@ -10,7 +10,7 @@ from trtllm_treewy.bench.load import plan_load
 from trtllm_treewy.bench.report import spread
 from trtllm_treewy.outputs import AcceptanceStats
 
-from .drive import Run, drive
+from .drive import SETTLE_MOST, Run, drive
 from .engines import Built, memory_by_kind
 from .points import Point
 from .warm import Compiles, RandomTokens, captured, warm_up
@@ -31,7 +31,7 @@ class Effort:
             `least`, or those of so many seconds at a rate.
         seconds: after which a point is cut, None for never.
         seed: of loads.
-        settle: seconds that a load runs before it is counted.
+        settle: seconds that a load runs before it is counted (see `drive`).
     """
 
     per_sequence: int
@@ -46,6 +46,16 @@ class Effort:
         if arrivals.rate is not None:
             return max(self.least, round(arrivals.rate * self.rate_seconds))
         return max(self.least, self.per_sequence * (arrivals.concurrency or 1))
+
+    def cut(self, point: Point) -> float | None:
+        """Seconds that are counted: at a rate, as long as requests come, if that is longer."""
+        if self.seconds is None or point.arrivals.rate is None:
+            return self.seconds
+        return max(self.seconds, self.rate_seconds - self.settle)
+
+    def most(self, point: Point) -> float:
+        """Seconds that a point takes at most, beside what warms up; without a cut nobody knows."""
+        return SETTLE_MOST * self.settle + (self.cut(point) or 0.0)
 
 
 def measure(
@@ -66,7 +76,7 @@ def measure(
         requests,
         spec,
         slots_by_memory=built.bound_by_memory,
-        seconds=effort.seconds,
+        seconds=effort.cut(point),
         settle=effort.settle,
     )
     after = asdict(built.engine.stats)
