@@ -118,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--settle", type=float, default=0.0, help="seconds of load before a point is counted (0)")
     add("--seconds", type=float, help="of the whole: no point is begun that would end later")
     add("--law", nargs="+", default=[], metavar="TREE=P,P", help="acceptance by depth, as 3=.9,.8")
+    add("--batch-wait-iters", type=int, default=0, help="as of `serve` (none)")
     add("--memory", type=parse_size, help="what counts as the whole memory (the GPU's)")
     add("--layers", type=int, help="the first layers of the model alone")
     add("--scale", type=float, default=1.0, help="factor on all lengths, for small models")
@@ -216,11 +217,19 @@ def merge(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name in same:
             if facts[name] != first[name]:
                 raise ValueError(f"{name} is {facts[name]} beside {first[name]}")
-        for name in ("model", "layers", "scale", "dtype", "state_dtype", "most", "seed"):
-            if facts["settings"][name] != first["settings"][name]:
-                raise ValueError(
-                    f"{name} is {facts['settings'][name]} beside {first['settings'][name]}"
-                )
+        for name in (
+            "model",
+            "layers",
+            "scale",
+            "dtype",
+            "state_dtype",
+            "most",
+            "seed",
+            "batch_wait_iters",
+        ):
+            these, those = (x["settings"].get(name) for x in (facts, first))
+            if these != those:
+                raise ValueError(f"{name} is {these} beside {those}")
         for tree in facts["laws"].keys() & first["laws"].keys():
             if facts["laws"][tree] != first["laws"][tree]:
                 raise ValueError(f"the law of {tree} differs")
@@ -268,7 +277,7 @@ def measure_all(parser: argparse.ArgumentParser, args: argparse.Namespace) -> di
     say("acceptance is simulated (--law): texts mean nothing")
     ground = Ground(
         config, model, memory, args.most, args.state_dtype, args.laws,
-        captured=device.type == "cuda",
+        captured=device.type == "cuda", batch_wait_iters=args.batch_wait_iters,
     )  # fmt: skip
     run: dict[str, Any] = {"about": facts, "rows": [], "left_out": []}
     clock = Clock(args, Compiles())

@@ -16,6 +16,7 @@ from trtllm_treewy.model import Qwen3_5ForCausalLM
 from trtllm_treewy.runtime import build
 from trtllm_treewy.runtime.commit_policy import choose_stash
 from trtllm_treewy.runtime.engine import Engine
+from trtllm_treewy.runtime.scheduler import BatchWait
 
 from .points import Site
 
@@ -33,6 +34,7 @@ class Ground:
         captured: whether steps are; on a CPU they run by the same functions then, uncaptured.
         state_dtype: of the recurrent state.
         laws: of acceptance, by tree, where they are not the default ones.
+        batch_wait_iters: steps that a request waits for others to start with it.
     """
 
     config: ModelConfig
@@ -42,6 +44,7 @@ class Ground:
     state_dtype: str
     laws: Mapping[str, Sequence[float]]
     captured: bool
+    batch_wait_iters: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -95,6 +98,7 @@ def build_site(ground: Ground, site: Site, batch_sizes: Sequence[int]) -> Built:
             max_num_tokens=tokens,
             graphs=_graphs(ground, batch_sizes, slots),
             free=ground.memory,
+            batch_wait=BatchWait(ground.batch_wait_iters, MAX_NUM_TOKENS // 2),
         )
     return Built(engine, slots, fits < ground.most, report)
 
