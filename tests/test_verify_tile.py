@@ -33,15 +33,27 @@ def test_few_blocks_are_cut_small_and_many_large(ask):
     ]
 
 
+def short(nodes, capacity, *, state_bytes, u_bytes=None):
+    """The layout after a history with raw keys of 16 bits, by the tile that is chosen for it."""
+    u_bytes, terms = u_bytes or state_bytes, 3 if state_bytes == 4 else 2
+    tile = ROWS_128 if state_bytes == 2 else ROWS_64
+    shape = f"VerifyShape{{128, 128, {nodes}, {capacity}, 2, {state_bytes}, {terms}, {u_bytes}, 2}}"
+    return f"choose_layout({shape}, {tile}, true, {H200_BLOCK})"
+
+
 def test_short_histories_leave_room_for_four_blocks(ask):
-    """32 entries with raw keys of 16 bits; u in bfloat16 beside a bfloat16 state."""
-    of_multiprocessor = H200_BLOCK + 1024
-    for state_bytes, u_bytes, terms, tile in ((2, 2, 2, ROWS_128), (4, 4, 3, ROWS_64)):
-        shape = f"VerifyShape{{128, 128, 16, 32, 2, {state_bytes}, {terms}, {u_bytes}, 2}}"
-        layout = f"choose_layout({shape}, {tile}, true, {H200_BLOCK})"
-        taken, total = ask(f"{layout}.short_history", f"{layout}.total")
-        assert taken
-        assert 4 * (total + 1024) <= of_multiprocessor
+    """All of 16 entries, and those of 32 whose u is no wider than the state."""
+    layouts = [
+        short(nodes, capacity, state_bytes=state_bytes, u_bytes=u_bytes)
+        for nodes in (8, 16)
+        for capacity, state_bytes, u_bytes in ((16, 2, 4), (32, 2, 2), (16, 4, 4), (32, 4, 4))
+    ]
+    assert all(ask(*(f"{layout}.short_history" for layout in layouts)))
+    totals = ask(*(f"{layout}.total" for layout in layouts))
+    assert all(4 * (total + 1024) <= H200_SHARED for total in totals)
+
+
+def test_which_histories_are_short(ask):
     left = (
         "{128, 128, 17, 32, 2, 2, 2, 2, 2}, 2",  # two node blocks
         "{128, 128, 16, 33, 2, 2, 2, 2, 2}, 2",  # a long history
@@ -53,12 +65,26 @@ def test_short_histories_leave_room_for_four_blocks(ask):
     assert not any(ask(*(f"has_short_history(VerifyShape{x})" for x in left)))
 
 
-def test_the_short_layout_begins_alike_for_all_capacities(ask):
+@pytest.mark.parametrize("rows", [8, 16])
+def test_the_layout_of_small_trees_begins_alike_for_all_capacities(ask, rows):
     """The kernel knows it at compile time, but for what comes last."""
-    layouts = [f"short_layout({{128, 128, 16, {n}, 2, 4, 3, 4, 2}}, 64)" for n in (1, 32)]
-    names = ("keys", "weights", "queries", "values", "dense", "history_sum", "beta", "history_u")
+    layouts = [
+        f"small_layout({{128, 128, {rows}, {n}, 2, 4, 3, 4, 2}}, 64, {rows})" for n in (1, 32)
+    ]
+    names = ("keys", "weights", "queries", "values", "dense", "beta", "not_finite")
+    names += ("history_weights", "history_sum", "history_count", "history_u")
     first, second = (ask(*(f"{layout}.{name}" for name in names)) for layout in layouts)
     assert first == second
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_weights_of_a_short_history_lie_on_keys_and_queries(ask, rows):
+    for terms, state_bytes in ((2, 2), (3, 4)):
+        shape = f"{{128, 128, {rows}, 32, 2, {state_bytes}, {terms}, {state_bytes}, 2}}"
+        layout = f"small_layout({shape}, 64, {rows})"
+        keys, weights, end = ask(*(f"{layout}.{x}" for x in ("keys", "history_weights", "values")))
+        assert weights == keys
+        assert end - keys >= 2 * rows // 8 * terms * 512  # blocks of 16 entries, units of 16 rows
 
 
 def test_a_float32_state_is_wide_for_few_nodes_alone(ask):

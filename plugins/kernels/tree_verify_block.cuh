@@ -36,12 +36,15 @@ __device__ __forceinline__ unsigned divide(unsigned x, uint32_t inverse) {
 
 // Barriers beside the block's: of the rows' warps; of the helpers; of the rows' warps and the
 // helper that inverted the weights of block r of a group, kInverseBarrier + r; or the one that
-// takes the products of a small tree.
+// takes the products of a small tree. After a history: the rows' warps are done with keys and
+// queries; its weights and u are there.
 inline constexpr int kRowsBarrier = 1;
 inline constexpr int kHelperBarrier = 2;
 inline constexpr int kInverseBarrier = 3;
 inline constexpr int kProductsBarrier = 4;
 inline constexpr int kPathsBarrier = 5;
+inline constexpr int kNodesFreeBarrier = 6;
+inline constexpr int kHistoryBarrier = 7;
 
 // What a block works on.
 struct VerifyWork {
@@ -58,7 +61,8 @@ struct VerifyWork {
 enum class Nodes {
     kEight,         // at most 8 and no history, so that the layout is known to the compiler
     kSixteen,       // the same, at most 16
-    kShortHistory,  // at most 16 and 32 entries of a history, likewise
+    kEightAfter,    // at most 8 after a history of at most 32 entries, likewise
+    kSixteenAfter,  // the same, at most 16
     kAny,
     kUnaligned,  // any; vectors of the tensors may not be moved at once
 };
@@ -70,13 +74,13 @@ struct VerifyTypes {
     static constexpr int kKeyDim = kKeyDim_;
     static constexpr int kTiles = kTiles_;  // of 16 rows of V, a warp
     static constexpr int kWarps = kWarps_;  // that own rows
-    static constexpr bool kShort = kNodes == Nodes::kShortHistory;
-    static constexpr bool kSmall = kNodes == Nodes::kEight || kNodes == Nodes::kSixteen;
-    static constexpr bool kOneBlock = kSmall || kShort;
-    static constexpr int kNodeRows = kNodes == Nodes::kEight ? 8 : kNodeBlock;  // of a node block
-    static constexpr int kNodeBlocks = kOneBlock ? 1 : 0;  // 0: as the layout says
+    static constexpr bool kShort = kNodes == Nodes::kEightAfter || kNodes == Nodes::kSixteenAfter;
+    static constexpr bool kEight = kNodes == Nodes::kEight || kNodes == Nodes::kEightAfter;
+    static constexpr bool kOneBlock = kEight || kShort || kNodes == Nodes::kSixteen;
+    static constexpr int kNodeRows = kEight ? 8 : kNodeBlock;  // of a node block
+    static constexpr int kNodeBlocks = kOneBlock ? 1 : 0;      // 0: as the layout says
     static constexpr bool kAligned = kNodes != Nodes::kUnaligned;
-    static constexpr bool kHistory = !kSmall;
+    static constexpr bool kHistory = !kOneBlock || kShort;
     static constexpr int kMaskWords = kOneBlock ? 1 : TREEWY_MAX_NODES / 32;  // at most
     static constexpr int kRowThreads = kWarps * kWarp;
     static constexpr int kHelpers = kOneBlock ? 1 : 2;  // warps that prepare the nodes
@@ -105,8 +109,7 @@ struct VerifyTypes {
                                         static_cast<int>(sizeof(Input)),
                                         static_cast<int>(sizeof(State)),
                                         kWeightTerms};
-    static constexpr VerifyLayout kLayout =
-        kShort ? short_layout(kShape, kRows) : small_layout(kShape, kRows, kNodeRows);
+    static constexpr VerifyLayout kLayout = small_layout(kShape, kRows, kNodeRows);
 };
 
 // Of a node: beta, decay from S_0 over |k| and over |q| (with K^-1/2), decay from S_0.
@@ -129,6 +132,8 @@ struct Shared {
     unsigned char* history_keys;
     float2* history_sum;
     unsigned char* history_u;
+    uint4* history_weights;
+    int* history_count;
     float2* path_sum;
     NodeFactors* factors;
     float* beta;
@@ -163,6 +168,8 @@ __device__ __forceinline__ Shared place_shared(const VerifyLayout& general) {
     at.history_keys = base + layout.history_keys;
     at.history_sum = reinterpret_cast<float2*>(base + layout.history_sum);
     at.history_u = base + layout.history_u;
+    at.history_weights = reinterpret_cast<uint4*>(base + layout.history_weights);
+    at.history_count = reinterpret_cast<int*>(base + layout.history_count);
     at.path_sum = reinterpret_cast<float2*>(base + layout.path_sum);
     at.factors = reinterpret_cast<NodeFactors*>(base + layout.factors);
     at.beta = reinterpret_cast<float*>(base + layout.beta);

@@ -1,68 +1,89 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tree verification of at most 16 nodes after a short history (deferred commit): the accepted
-// entries h = 0 .. m - 1 that the state does not hold yet, whose pseudo-values are known. With G_t
-// counted from the state on, over the history, they add to the system of tree_verify_kernel.cuh
+// What a short history (deferred commit) adds to the verification of a small tree
+// (tree_verify_small.cuh): the accepted entries h = 0 .. m - 1 that the state does not hold yet,
+// whose pseudo-values are known. With G_t counted from the state on, over the history, they add to
+// the system of tree_verify_kernel.cuh
 //
 //   R[t] -= beta_t sum over h of exp(G_t - G_h) (k_t . k_h) u_h
 //   o_t  +=        sum over h of exp(G_t - G_h) (q_t . k_h) u_h
 //
 // and nothing else: no solve, no product with the state, no output of their own.
 //
-// Threads: as there, with the layout known to the compiler, four blocks a multiprocessor. The rows'
-// warps ask for nodes, values and state first and then, once the length is here, for the history's
-// u (16 bytes at a time, a warp its own rows) and keys. Each of the four takes 8 entries of every
-// 16, for K_d or for Q_d: keys go from memory to operand B in registers, as no other product wants
-// them; what is contracted comes in the order in which a lane has it, four neighbours a step, and
-// operand A is read in that order too. Their norms are sums over the same registers. The weights
-// take the place of keys and queries after the barrier that all products are behind.
+// All of it but the last product is the helper's: its loads, as the length comes after the slot,
+// and keys and u after the length; the products of nodes and keys; their weights. The rows' warps
+// do not know that there is a history before they have multiplied the state:
 //
-// More than a plain verification, a row of the batch and entry of the history: 12 KiB (u in
-// bfloat16 and raw keys of 16 bits; 20 with u in float32), and of a warp's instructions about 400
-// for every 16 entries begun.
+//     rows' warps: .. S_0 [K; Q]^T | R and the first part of o            | history, U, o, stores
+//     helper:      .. keys, weights of the tree | weights of the history  |
+//
+// Path sums of the nodes begin behind the history, as the weights of the tree need no more, so that
+// nothing of the tree waits for the history's decays but what the state is multiplied by. A weight
+// is product times a factor of the node times one of the entry: G_t - G_h is the sum of two numbers
+// that are not positive.
+//
+// Keys go from memory to operand B in registers, as no other product wants them; what is contracted
+// comes in the order in which a lane has it, eight neighbours at a time, and operand A is read in
+// that order too. The weights take the place of keys and queries once the rows' warps are done with
+// these, so that as many blocks share a multiprocessor as without a history.
+//
+// More than without, a row of the batch and entry: 12 KiB (u in bfloat16 and raw keys of 16 bits;
+// 20 with u in float32). For every 16 entries begun a warp of the rows takes about 40 instructions
+// (bfloat16 state and u; 110 in float32), the helper 400.
 #pragma once
 
-#include "tree_verify_kernel.cuh"
+#include "tree_verify_steps.cuh"
+#include "tree_verify_weights.cuh"
 
 namespace treewy {
 
 inline constexpr int kShortBlocks = kShortHistory / kNodeBlock;
 
-// A lane's part of eight raw keys of a history, one a group of four lanes: elements 16 s + 4 c .. +
-// 3 of step s, c = lane % 4.
+// A lane's part of 16 raw keys of a history, one of each half a group of four lanes: 16 bytes at
+// chunk 2 c + pair % 2 + 8 (pair / 2) for steps 2 pair and 2 pair + 1, c = lane % 4. In that order
+// no lanes that read operand A meet in a bank.
 template <typename Types>
 struct HistoryKeys {
     using Key = typename Types::Input;
-    static constexpr int kSteps = Types::kKeyDim / 16;
-    uint2 x[kSteps];
+    static constexpr int kPairs = Types::kKeyDim / 32;
+    uint4 x[2][kPairs];
 
-    __device__ __forceinline__ void load(const VerifyArgs& args, const VerifyWork& work, int first,
+    static __device__ __forceinline__ int chunk(int pair, int lane) {
+        return 2 * (lane % 4) + pair % 2 + 8 * (pair / 2);
+    }
+
+    __device__ __forceinline__ void load(const VerifyArgs& args, const VerifyWork& work, int block,
                                          int lane) {
         const treewy_history& history = args.params.history;
-        const int entry = first + lane / 4;
+        const int first = block * kNodeBlock + lane / 4, stride = args.params.state.key_heads;
         const Key* from = static_cast<const Key*>(history.k) + work.slot * history.k_stride[0] +
-                          ((entry * args.params.state.key_heads + work.key_head) * Types::kKeyDim +
-                           4 * (lane % 4));
-        const bool there = entry < work.history;
+                          (first * stride + work.key_head) * Types::kKeyDim;
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            x[step] = make_uint2(0, 0);
-            if (there) x[step] = *reinterpret_cast<const uint2*>(from + 16 * step);
+        for (int half = 0; half < 2; ++half) {
+            const bool there = first + 8 * half < work.history;
+#pragma unroll
+            for (int pair = 0; pair < kPairs; ++pair) {
+                x[half][pair] = make_uint4(0, 0, 0, 0);
+                if (!there) continue;
+                x[half][pair] =
+                    *reinterpret_cast<const uint4*>(from + 8 * half * stride * Types::kKeyDim +
+                                                    chunk(pair, lane) * kPer16Bytes<Key>);
+            }
         }
     }
 
-    // Steps 2 pair and 2 pair + 1 as operand B; adds the elements' squares to `square`.
-    __device__ __forceinline__ FragmentB<Key> operand(int pair, float& square) const {
+    // Steps 2 pair and 2 pair + 1 of eight keys as operand B; adds the elements' squares.
+    __device__ __forceinline__ FragmentB<Key> operand(int half, int pair, float& square) const {
+        const uint4& words = x[half][pair];
+        const uint32_t word[4] = {words.x, words.y, words.z, words.w};
         FragmentB<Key> b;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint2& quad = x[2 * pair + i / 2];
-            const uint32_t word = i % 2 == 0 ? quad.x : quad.y;
-            const float low = half_value<Key>(word), high = half_value<Key>(word >> 16);
+            const float low = half_value<Key>(word[i]), high = half_value<Key>(word[i] >> 16);
             square = fmaf(low, low, square);
             square = fmaf(high, high, square);
             uint32_t terms[Operand<Key>::kTerms];
-            split_word<Key>(word, terms);
+            split_word<Key>(word[i], terms);
 #pragma unroll
             for (int term = 0; term < Operand<Key>::kTerms; ++term)
                 b.x[term][i / 2][i % 2] = terms[term];
@@ -71,230 +92,297 @@ struct HistoryKeys {
     }
 };
 
-// Step `step` of 16 rows in shared memory as operand A, in the order of HistoryKeys.
-template <typename T, int kRowBytes>
-__device__ __forceinline__ FragmentA<T> load_a_quads(const unsigned char* rows, int step,
-                                                     int lane) {
-    const int g = lane / 4, c = lane % 4;
-    const int chunk = swapped_chunk<T>(2 * step + c / 2, g);
-    FragmentA<T> a;
+// Steps 2 pair and 2 pair + 1 of 16 rows in shared memory as operand A, in that order.
+template <typename Types>
+__device__ __forceinline__ void load_in_order(const unsigned char* rows, int pair, int lane,
+                                              FragmentA<typename Types::Input> (&a)[2]) {
+    using Input = typename Types::Input;
+    const int g = lane / 4;
+    const unsigned char* from = rows + g * Types::kInputRowBytes +
+                                16 * swapped_chunk<Input>(HistoryKeys<Types>::chunk(pair, lane), g);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const uint2 quad = *reinterpret_cast<const uint2*>(rows + (8 * half + g) * kRowBytes +
-                                                           16 * chunk + c % 2 * 8);
-        const uint32_t words[2] = {quad.x, quad.y};
+        const uint4 words =
+            *reinterpret_cast<const uint4*>(from + 8 * half * Types::kInputRowBytes);
+        const uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            uint32_t terms[Operand<T>::kTerms];
-            split_word<T>(words[i], terms);
+        for (int i = 0; i < 4; ++i) {
+            uint32_t terms[Operand<Input>::kTerms];
+            split_word<Input>(word[i], terms);
 #pragma unroll
-            for (int term = 0; term < Operand<T>::kTerms; ++term)
-                a.x[term][2 * i + half] = terms[term];
+            for (int term = 0; term < Operand<Input>::kTerms; ++term)
+                a[i / 2].x[term][i % 2 * 2 + half] = terms[term];
         }
     }
-    return a;
 }
 
-// Products of 16 keys or queries, `rows`, with eight keys of every block of the history, which are
-// normalised on the way.
+// Weights of 16 entries of a history, 16 rows a unit: of 16 nodes those of the keys (W) and of the
+// queries (C); of 8 nodes both. Word 2 j + i of a lane holds row 8 j + g, entries 8 i + 2 c, + 1.
 template <typename Types>
-__device__ __forceinline__ void dot_history(const unsigned char* rows,
-                                            const HistoryKeys<Types> (&keys)[kShortBlocks],
-                                            int history, int lane,
-                                            float (&dot)[kShortBlocks][1][4]) {
-    using Input = typename Types::Input;
-    float square[kShortBlocks] = {};
-#pragma unroll
-    for (int i = 0; i < 4 * kShortBlocks; ++i) dot[i / 4][0][i % 4] = 0.0f;
-#pragma unroll
-    for (int pair = 0; pair < Types::kKeyDim / 32; ++pair) {
-        FragmentA<Input> a[2];
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd)
-            a[odd] = load_a_quads<Input, Types::kInputRowBytes>(rows, 2 * pair + odd, lane);
-#pragma unroll
-        for (int block = 0; block < kShortBlocks; ++block) {
-            if (block * kNodeBlock >= history) continue;
-            const auto b = keys[block].operand(pair, square[block]);
-#pragma unroll
-            for (int odd = 0; odd < 2; ++odd) multiply<0, kMaxOrder>(dot[block][0], a[odd], b, odd);
-        }
-    }
-#pragma unroll
-    for (int block = 0; block < kShortBlocks; ++block) {
-        if (block * kNodeBlock >= history) continue;
-        float sum = square[block];
-#pragma unroll
-        for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-        const float own = inverse_norm(sum, 1.0f);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const float norm = __shfl_sync(kAllLanes, own, 8 * (lane % 4) + 4 * e);
-            dot[block][0][e] *= norm;
-            dot[block][0][2 + e] *= norm;
-        }
-    }
-}
+struct HistoryWeights {
+    static constexpr int kUnits = Types::kNodeRows / 8;
+    static constexpr int kTerms = Types::kWeightTerms;
+    uint32_t x[kUnits][kTerms][4];
 
-// Starts the copies of a warp's rows of the history's u.
+    static __device__ __forceinline__ uint4* place(const Shared& shared, int block, int unit) {
+        return shared.history_weights + (block * kUnits + unit) * kTerms * kWarp;
+    }
+    __device__ __forceinline__ void store(const Shared& shared, int block, int lane) const {
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+#pragma unroll
+            for (int term = 0; term < kTerms; ++term) {
+                const uint32_t (&words)[4] = x[unit][term];
+                place(shared, block, unit)[term * kWarp + lane] =
+                    make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+};
+
+// What the helper does of a history.
+template <typename Types>
+struct HistoryHelper {
+    using Input = typename Types::Input;
+    using Weights = HistoryWeights<Types>;
+    static constexpr int kUnits = Weights::kUnits;
+
+    HistoryKeys<Types> keys;  // of the block at hand
+    HistoryDecays<1> decays;
+    float after;   // decay from the lane's entry to the last one
+    float2 start;  // minus the log decay of the whole history
+
+    // Starts the loads, once the length is known.
+    __device__ __forceinline__ void load(const VerifyArgs& args, const Shared& shared,
+                                         const VerifyWork& work, int lane);
+    __device__ __forceinline__ void settle_decays(const Shared& shared, const VerifyWork& work,
+                                                  int lane);
+    // Weights of all entries, once keys, queries and their norms are there.
+    __device__ __forceinline__ void weigh(const VerifyArgs& args, const Shared& shared,
+                                          const VerifyWork& work, int lane);
+
+  private:
+    __device__ __forceinline__ void dot(const Shared& shared, int lane,
+                                        float (&value)[kUnits][2][4], float (&square)[2]) const;
+    __device__ __forceinline__ Weights weigh_block(const Shared& shared, int block, int lane) const;
+};
+
+// Starts the copies of u of all rows of a block of V, zeros behind the last entry.
 template <typename Types, typename U>
 __device__ __forceinline__ void copy_history_rows(const VerifyArgs& args, const Shared& shared,
-                                                  const VerifyWork& work, const Place& at) {
+                                                  const VerifyWork& work, int lane) {
     const treewy_tree_verify_params& p = args.params;
     const int dim = p.state.value_dim, stride = p.state.value_heads * dim;
     const U* from = static_cast<const U*>(p.history.u) + work.slot * p.history.u_stride[0] +
-                    (work.head * dim + work.first_row + at.warp * Types::kWarpRows);
+                    (work.head * dim + work.first_row);
     for (int block = 0; block * kNodeBlock < work.history; ++block) {
-        Values<Types, U>(shared.history_u, block, at.warp)
-            .template copy<true>(from, stride, block, work.history, at.lane);
+#pragma unroll
+        for (int warp = 0; warp < Types::kWarps; ++warp) {
+            Values<Types, U, kNodeBlock>(shared.history_u, block, warp)
+                .template copy<true>(from + warp * Types::kWarpRows, stride, block, work.history,
+                                     lane);
+        }
+    }
+}
+
+// There is one type of u for a float32 state.
+template <typename Types>
+__device__ __forceinline__ bool has_wide_history(const VerifyArgs& args) {
+    return sizeof(typename Types::State) == 4 || args.params.history.u_dtype == TREEWY_FLOAT32;
+}
+
+template <typename Types>
+__device__ __forceinline__ void HistoryHelper<Types>::load(const VerifyArgs& args,
+                                                           const Shared& shared,
+                                                           const VerifyWork& work, int lane) {
+    if (lane == 0) *shared.history_count = work.history;
+    if (work.history == 0) return;
+    decays.load(args, work, lane);
+    keys.load(args, work, 0, lane);
+    if (has_wide_history<Types>(args)) {
+        copy_history_rows<Types, float>(args, shared, work, lane);
+    } else {
+        copy_history_rows<Types, __nv_bfloat16>(args, shared, work, lane);
+    }
+    commit_copies();
+}
+
+template <typename Types>
+__device__ __forceinline__ void HistoryHelper<Types>::settle_decays(const Shared& shared,
+                                                                    const VerifyWork& work,
+                                                                    int lane) {
+    start = make_float2(0.0f, 0.0f);
+    if (work.history == 0) return;
+    double upto;
+    const double total = decays.sum(shared, work, lane, true, upto);
+    after = fast_exp2(static_cast<float>(total - upto));
+    start = two_floats(-total);
+}
+
+// Products of all rows with the 16 keys, and those keys' squares.
+template <typename Types>
+__device__ __forceinline__ void HistoryHelper<Types>::dot(const Shared& shared, int lane,
+                                                          float (&value)[kUnits][2][4],
+                                                          float (&square)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 8 * kUnits; ++i) value[i / 8][i / 4 % 2][i % 4] = 0.0f;
+    square[0] = square[1] = 0.0f;
+#pragma unroll
+    for (int pair = 0; pair < HistoryKeys<Types>::kPairs; ++pair) {
+        const FragmentB<Input> b[2] = {keys.operand(0, pair, square[0]),
+                                       keys.operand(1, pair, square[1])};
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+            FragmentA<Input> a[2];
+            load_in_order<Types>(shared.keys + unit * kNodeBlock * Types::kInputRowBytes, pair,
+                                 lane, a);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                multiply<0, kMaxOrder>(value[unit][i % 2], a[i / 2], b[i % 2], i / 2);
+        }
     }
 }
 
 template <typename Types>
-__device__ __forceinline__ void copy_history_values(const VerifyArgs& args, const Shared& shared,
-                                                    const VerifyWork& work, const Place& at) {
-    if (sizeof(typename Types::State) == 4 || args.params.history.u_dtype == TREEWY_FLOAT32) {
-        copy_history_rows<Types, float>(args, shared, work, at);
-    } else {
-        copy_history_rows<Types, __nv_bfloat16>(args, shared, work, at);
+__device__ __forceinline__ HistoryWeights<Types> HistoryHelper<Types>::weigh_block(
+    const Shared& shared, int block, int lane) const {
+    const int g = lane / 4, c = lane % 4;
+    float value[kUnits][2][4], square[2];
+    dot(shared, lane, value, square);
+    float entry[2][2];  // factors of entries 8 i + 2 c + e
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float sum = square[i];
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+        const float own =
+            inverse_norm(sum, 1.0f) * __shfl_sync(kAllLanes, after, block * kNodeBlock + 8 * i + g);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) entry[i][e] = __shfl_sync(kAllLanes, own, 8 * c + 4 * e);
     }
-}
-
-// R and o += the weights of the history applied to its u. bfloat16 values are one term.
-template <typename Types, typename U>
-__device__ __forceinline__ void add_history_rows(const Shared& shared, const VerifyWork& work,
-                                                 const Place& at, Tile<Types::kTiles>& rhs,
-                                                 Tile<Types::kTiles>& out) {
-    constexpr int kTerms = Types::kWeightTerms, kOwnTerms = sizeof(U) == 2 ? 1 : kTerms;
-    constexpr int kTiles = Types::kTiles;
-    for (int block = 0; block * kNodeBlock < work.history; ++block) {
-        const Values<Types, U> values(shared.history_u, block, at.warp);
-        Tile<kTiles> u;
+    Weights weights;
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
+            const int kind = Types::kEight ? j : unit, t = Types::kEight ? g : 8 * j + g;
+            const float decay = decay_between(shared.path_sum[t], make_float2(0.0f, 0.0f));
+            const float node =
+                decay * (kind == 0 ? -shared.beta[t] * shared.key_norm[t] : shared.query_norm[t]);
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const bool there = node_of(block, j, at.lane % 4, e) < work.history;
-                const auto rows = values.at(j, e, at.lane);
+            for (int i = 0; i < 2; ++i) {
+                const float (&x)[4] = value[unit][i];
+                uint32_t terms[Weights::kTerms];
+                split(node * entry[i][0] * x[2 * j], node * entry[i][1] * x[2 * j + 1], terms);
 #pragma unroll
-                for (int i = 0; i < 2 * kTiles; ++i)
-                    u.x[i / 2][j][i % 2 * 2 + e] = there ? as_float(rows.x[i]) : 0.0f;
+                for (int term = 0; term < Weights::kTerms; ++term)
+                    weights.x[unit][term][2 * j + i] = terms[term];
             }
         }
-        const auto terms = split_tile<kOwnTerms>(u);
-        apply<Types::kSumApart, kOwnTerms, kTiles, kTerms>(
-            rhs, terms, weights_at<kTerms>(shared, 1 + block, 0), at.lane);
-        apply<Types::kSumApart, kOwnTerms, kTiles, kTerms>(
-            out, terms, weights_at<kTerms>(shared, 1 + block, 1), at.lane);
+    }
+    return weights;
+}
+
+template <typename Types>
+__device__ __forceinline__ void HistoryHelper<Types>::weigh(const VerifyArgs& args,
+                                                            const Shared& shared,
+                                                            const VerifyWork& work, int lane) {
+    constexpr int kBoth = Types::kRowThreads + kWarp;
+    if (work.history == 0) return;
+    Weights weights[kShortBlocks];
+#pragma unroll
+    for (int block = 0; block < kShortBlocks; ++block) {
+        if (block * kNodeBlock >= work.history) continue;
+        if (block > 0) keys.load(args, work, block, lane);
+        weights[block] = weigh_block(shared, block, lane);
+    }
+    sync_at<kBoth>(kNodesFreeBarrier);
+#pragma unroll
+    for (int block = 0; block < kShortBlocks; ++block) {
+        if (block * kNodeBlock < work.history) weights[block].store(shared, block, lane);
+    }
+    wait_copies<0>();  // u
+    __syncwarp();
+    arrive_at<kBoth>(kHistoryBarrier);
+}
+
+// u of 16 entries as operand A. bfloat16 values are one term.
+template <typename Types, typename U, int kTerms>
+__device__ __forceinline__ TileTerms<kTerms, Types::kTiles> load_history_values(
+    const Shared& shared, int block, int warp, int lane) {
+    const Values<Types, U, kNodeBlock> values(shared.history_u, block, warp);
+    TileTerms<kTerms, Types::kTiles> terms;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const auto first = values.at(j, 0, lane), second = values.at(j, 1, lane);
+#pragma unroll
+        for (int i = 0; i < 2 * Types::kTiles; ++i) {
+            uint32_t pair[kTerms];
+            if constexpr (sizeof(U) == 2) {
+                pair[0] = uint32_t{__bfloat16_as_ushort(first.x[i])} |
+                          uint32_t{__bfloat16_as_ushort(second.x[i])} << 16;
+            } else {
+                split(first.x[i], second.x[i], pair);
+            }
+#pragma unroll
+            for (int term = 0; term < kTerms; ++term)
+                terms.x[term][i / 2][2 * j + i % 2] = pair[term];
+        }
+    }
+    return terms;
+}
+
+// R and o += the weights of the history applied to its u.
+template <typename Types, typename U>
+__device__ __forceinline__ void add_history_rows(const Shared& shared, const VerifyWork& work,
+                                                 int warp, int lane, Tile<Types::kTiles>& rhs,
+                                                 Tile<Types::kTiles>& out) {
+    using Weights = HistoryWeights<Types>;
+    constexpr int kTerms = sizeof(U) == 2 ? 1 : Weights::kTerms, kTiles = Types::kTiles;
+    constexpr bool kApart = Types::kSumApart;
+#pragma unroll 1
+    for (int block = 0; block * kNodeBlock < work.history; ++block) {
+        const auto terms = load_history_values<Types, U, kTerms>(shared, block, warp, lane);
+        const uint4* weights = Weights::place(shared, block, 0);
+        if constexpr (Types::kEight) {  // of nodes 8 to 15 there is nothing: columns of o
+            Tile<kTiles> both;
+#pragma unroll
+            for (int i = 0; i < 4 * kTiles; ++i) {
+                both.x[i / 4][0][i % 4] = rhs.x[i / 4][0][i % 4];
+                both.x[i / 4][1][i % 4] = out.x[i / 4][0][i % 4];
+            }
+            apply<kApart, kTerms, kTiles, Weights::kTerms>(both, terms, weights, lane);
+#pragma unroll
+            for (int i = 0; i < 4 * kTiles; ++i) {
+                rhs.x[i / 4][0][i % 4] = both.x[i / 4][0][i % 4];
+                out.x[i / 4][0][i % 4] = both.x[i / 4][1][i % 4];
+            }
+        } else {
+            apply<kApart, kTerms, kTiles, Weights::kTerms>(rhs, terms, weights, lane);
+            apply<kApart, kTerms, kTiles, Weights::kTerms>(out, terms,
+                                                           Weights::place(shared, block, 1), lane);
+        }
     }
 }
 
+// What the rows' warps learn of the history once they are done with keys and queries.
+template <typename Types>
+__device__ __forceinline__ void meet_history(const Shared& shared, VerifyWork& work) {
+    work.history = *shared.history_count;
+    if (work.history > 0) arrive_at<Types::kRowThreads + kWarp>(kNodesFreeBarrier);
+}
+
+// The same, once the helper has brought weights and u.
 template <typename Types>
 __device__ __forceinline__ void add_history(const VerifyArgs& args, const Shared& shared,
                                             const VerifyWork& work, const Place& at,
                                             Tile<Types::kTiles>& rhs, Tile<Types::kTiles>& out) {
-    if (sizeof(typename Types::State) == 4 || args.params.history.u_dtype == TREEWY_FLOAT32) {
-        add_history_rows<Types, float>(shared, work, at, rhs, out);
+    if (work.history == 0) return;
+    sync_at<Types::kRowThreads + kWarp>(kHistoryBarrier);
+    if (has_wide_history<Types>(args)) {
+        add_history_rows<Types, float>(shared, work, at.warp, at.lane, rhs, out);
     } else {
-        add_history_rows<Types, __nv_bfloat16>(shared, work, at, rhs, out);
-    }
-}
-
-// All that may go before the weights are made: norms and products. `total`: multiply_state.
-template <typename Types>
-__device__ __forceinline__ void multiply_all(const VerifyArgs& args, const Shared& shared,
-                                             VerifyWork& work, const Place& at, float (&own)[1][4],
-                                             float (&dot)[kShortBlocks][1][4],
-                                             Tile<Types::kTiles> (&total)[2]) {
-    const RowInputs row = load_row(args.params, work);
-    copy_nodes<Types>(args, shared, work, at.thread);
-    commit_copies();
-    settle_row(args.params, row, work);
-    if (work.nodes > 0) {
-        copy_values<Types>(args, shared, work, 0, at);
-        copy_state<Types>(args, shared, work, at);
-    }
-    commit_copies();
-    copy_history_values<Types>(args, shared, work, at);
-    commit_copies();
-    const int half = 8 * (at.warp % 2);
-    HistoryKeys<Types> keys[kShortBlocks];
-#pragma unroll
-    for (int block = 0; block < kShortBlocks; ++block) {
-        if (block * kNodeBlock < work.history) {
-            keys[block].load(args, work, block * kNodeBlock + half, at.lane);
-        }
-    }
-    wait_copies<2>();  // the nodes
-    zero_padding<Types>(shared, work, work.nodes > 0 ? 1 : 0, 1, at.thread);
-    sync_at<Types::kRowThreads>(kRowsBarrier);
-    if (work.nodes == 0) return;
-    measure_norms<Types>(shared, Group{0, 1, 0}, true, 1, at.warp, at.lane);
-    dot_one_block<Types>(shared, at.warp, at.lane, own);
-    const unsigned char* rows = at.warp / 2 == 0 ? shared.keys : shared.queries;
-    dot_history<Types>(rows, keys, work.history, at.lane, dot);
-    wait_copies<1>();  // the state
-    __syncwarp();      // a warp reads what its own lanes copied
-    multiply_state<Types>(shared, work, 0, 0, at, total);
-}
-
-template <typename Types>
-__device__ __forceinline__ void weigh_history(const Shared& shared, const VerifyWork& work,
-                                              const Place& at, float (&dot)[kShortBlocks][1][4]) {
-    constexpr int kTerms = Types::kWeightTerms;
-    const int kind = at.warp / 2;
-#pragma unroll
-    for (int block = 0; block < kShortBlocks; ++block) {
-        if (block * kNodeBlock >= work.history) continue;
-        const Target target{weights_at<kTerms>(shared, 1 + block, kind), nullptr};
-        weigh<Types, true>(shared, 0, block, kind, at.warp % 2, work.history, dot[block], target,
-                           at.lane);
-    }
-}
-
-// What a warp of the rows does.
-template <typename Types>
-__device__ __forceinline__ void work_history_rows(const VerifyArgs& args, const Shared& shared,
-                                                  VerifyWork& work, const Place& at) {
-    static_assert(Types::kWarps == 4);  // a warp for each kind and half of 16 columns
-    constexpr int kTiles = Types::kTiles;
-    float own[1][4], dot[kShortBlocks][1][4];
-    Tile<kTiles> total[2];
-    multiply_all<Types>(args, shared, work, at, own, dot, total);
-    if (work.nodes == 0) {
-        const Tile<kTiles> nothing = zero_tile<kTiles>();
-        store_block<Types>(args, work, 0, at.first, nothing, nothing, at.lane % 4);
-        return;
-    }
-    __syncthreads();  // all are done with keys and queries
-    weigh_one_block<Types>(shared, at.warp, at.lane, own);
-    weigh_history<Types>(shared, work, at, dot);
-    __syncthreads();
-    finish_state<Types>(shared, work, 0, at.lane, Values<Types>(shared, 0, at.warp), total[0],
-                        total[1]);
-    wait_copies<0>();  // u of the history
-    __syncwarp();
-    add_history<Types>(args, shared, work, at, total[0], total[1]);
-    sync_at<Types::kRowThreads + kWarp>(kInverseBarrier);
-    solve_block<Types>(args, shared, work, Group{0, 1, 0}, 0, false, at, total[0], total[1]);
-    store_block<Types>(args, work, 0, at.first, total[1], total[0], at.lane % 4);
-    if (!is_finite(total[1])) *shared.not_finite = 1;
-    __syncthreads();
-}
-
-template <typename Types>
-__global__ void __launch_bounds__(Types::kThreads, Types::kMinBlocks)
-    tree_verify_history_kernel(const __grid_constant__ VerifyArgs args) {
-    const Shared shared = place_shared<Types>(args.layout);
-    VerifyWork work = find_work<Types>(args);
-    const Place at = find_place<Types>(work);
-    if (at.warp >= Types::kWarps) {
-        help<Types>(args, shared, work, at.thread - Types::kRowThreads);
-    } else {
-        work_history_rows<Types>(args, shared, work, at);
-    }
-    if (work.nodes > 0 && *shared.not_finite != 0) {
-        verify_selecting<Types>(args, work, at.warp, at.lane);
+        add_history_rows<Types, __nv_bfloat16>(shared, work, at.warp, at.lane, rhs, out);
     }
 }
 

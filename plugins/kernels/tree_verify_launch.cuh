@@ -3,7 +3,6 @@
 // From a type of the inputs to the kernel: state, head dim, tile, nodes.
 #pragma once
 
-#include "tree_verify_history.cuh"
 #include "tree_verify_launch.h"
 #include "tree_verify_small.cuh"
 #include "tree_verify_whole.cuh"
@@ -67,29 +66,31 @@ treewy_status launch_whole(const treewy_tree_verify_params& p, const VerifyLayou
 }
 
 template <typename Types>
-treewy_status launch_small(const treewy_tree_verify_params& p, treewy_stream stream) {
-    return launch_kernel<Types>(tree_verify_small_kernel<Types>, p, Types::kLayout, stream);
+treewy_status launch_small(const treewy_tree_verify_params& p, const VerifyLayout& layout,
+                           treewy_stream stream) {
+    return launch_kernel<Types>(tree_verify_small_kernel<Types>, p, layout, stream);
 }
 
-// At most 16 nodes without a history: for the head dim of the models there are.
+// At most 16 nodes, none or a short history: for the head dim of the models there are.
 template <typename Input, typename State, int kKeyDim, int kTiles, int kWarps>
 treewy_status launch_blocks(const treewy_tree_verify_params& p, const VerifyLayout& layout,
                             treewy_stream stream) {
     if constexpr (kKeyDim == 128 && sizeof(Input) == 2) {
+        const bool few = small_rows(p.tree.max_nodes) < kNodeBlock;
         if constexpr (sizeof(State) == 2 || kWarps == 4) {
             if (layout.short_history) {
+                using Few = VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kEightAfter>;
                 using Types =
-                    VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kShortHistory>;
-                return launch_kernel<Types>(tree_verify_history_kernel<Types>, p, layout, stream);
+                    VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kSixteenAfter>;
+                return few ? launch_small<Few>(p, layout, stream)
+                           : launch_small<Types>(p, layout, stream);
             }
         }
         if (layout.node_blocks == 1 && layout.history_blocks == 0) {
-            if (p.tree.max_nodes <= kNodeBlock / 2) {
-                return launch_small<
-                    VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kEight>>(p, stream);
-            }
-            return launch_small<
-                VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kSixteen>>(p, stream);
+            using Few = VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kEight>;
+            using Types = VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kSixteen>;
+            return few ? launch_small<Few>(p, Few::kLayout, stream)
+                       : launch_small<Types>(p, Types::kLayout, stream);
         }
     }
     return launch_types<VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kAny>>(p, layout,

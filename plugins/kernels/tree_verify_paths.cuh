@@ -41,16 +41,17 @@ struct HistoryDecays {
         }
     }
 
-    // Log decay of the whole history, and, where `keep`, where each entry lies in it. By a warp.
+    // Log decay of the whole history, and, where `keep`, where each entry lies in it; `upto`: the
+    // lane's last. By a warp.
     __device__ __forceinline__ double sum(const Shared& shared, const VerifyWork& work, int lane,
-                                          bool keep) const {
+                                          bool keep, double& upto) const {
         double before = 0.0;
 #pragma unroll
         for (int part = 0; part < kEach; ++part) {
             const int i = part * kWarp + lane;
             const double g = static_cast<double>(own[part]) * kLog2E;
             double total;
-            const double upto = before + warp_prefix(g, &total) + g;
+            upto = before + warp_prefix(g, &total) + g;
             if (keep && i < work.history) shared.history_sum[i] = two_floats(upto);
             before += total;
         }
@@ -190,8 +191,10 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
     double* sums = reinterpret_cast<double*>(shared.factors);
     const PathTable<kWords> table{sums, reinterpret_cast<int*>(sums + nodes), shared.ancestors,
                                   Types::kOneBlock ? 1 : shared.mask_words};
-    HistoryDecays<Types::kShort ? 1 : 2> decays;
-    if (Types::kHistory && work.history > 0) decays.load(args, work, thread % kWarp);
+    // After a short history path sums begin behind it.
+    constexpr bool kBefore = Types::kHistory && !Types::kShort;
+    HistoryDecays<2> decays;
+    if (kBefore && work.history > 0) decays.load(args, work, thread % kWarp);
     PathEnd<kWords> paths[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -229,9 +232,9 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
             if (node < nodes) table.write(node, paths[i]);
         }
     }
-    double before = 0.0;
-    if (Types::kHistory && work.history > 0) {
-        before = decays.sum(shared, work, thread % kWarp, thread < kWarp);
+    double before = 0.0, last;
+    if (kBefore && work.history > 0) {
+        before = decays.sum(shared, work, thread % kWarp, thread < kWarp, last);
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -244,9 +247,11 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
     __syncwarp();
 }
 
-// The factors of node t, once its norms are known.
-__device__ __forceinline__ void make_factor(const Shared& shared, int t) {
-    const float from_root = decay_between(shared.path_sum[t], make_float2(0.0f, 0.0f));
+// The factors of node t, once its norms are known. `start`: of the state, where path sums do not
+// begin there.
+__device__ __forceinline__ void make_factor(const Shared& shared, int t,
+                                            float2 start = make_float2(0.0f, 0.0f)) {
+    const float from_root = decay_between(shared.path_sum[t], start);
     shared.factors[t] = {shared.beta[t], from_root * shared.key_norm[t],
                          from_root * shared.query_norm[t], from_root};
 }

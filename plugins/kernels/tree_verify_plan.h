@@ -12,7 +12,7 @@ namespace treewy {
 
 inline constexpr int kNodeBlock = 16;     // nodes that are solved at a time
 inline constexpr int kMaxWhole = 3;       // node blocks of a tree whose matrix is inverted at once
-inline constexpr int kShortHistory = 32;  // entries that the kernel of short histories takes
+inline constexpr int kShortHistory = 32;  // entries that the kernel of small trees takes
 inline constexpr int kWide = TREEWY_VERIFY_ROWS_128;
 inline constexpr int kMaxGroup = 4;  // node blocks whose weights lie in shared memory at a time
 
@@ -37,16 +37,17 @@ struct VerifyTile {
 
 // Offsets in bytes, all multiples of 16.
 struct VerifyLayout {
-    int state;         // [rows, K]
-    int keys;          // [node_blocks * 16, K]
-    int queries;       // [group * 16, K], those of the group at hand
-    int values;        // [1 or 2 node blocks, warps, 16, rows of a warp]
-    int weights;       // [pairs of a group, 2, terms, 32 lanes, 16 bytes]
-    int dense;         // float [group, 2, 8, 8]: W within 8 nodes, before it is inverted
-    int known_u;       // [node_blocks - 1, terms, rows / 16, 32 lanes, 16 bytes]
-    int history_keys;  // float [history_blocks * 16, K]
-    int history_sum;   // float2 [history_blocks * 16]
-    int history_u;     // of a short history: [history_blocks, warps, 16, rows of a warp]
+    int state;            // [rows, K]
+    int keys;             // [node_blocks * 16, K]
+    int queries;          // [group * 16, K], those of the group at hand
+    int values;           // [1 or 2 node blocks, warps, 16, rows of a warp]
+    int weights;          // [pairs of a group, 2, terms, 32 lanes, 16 bytes]
+    int dense;            // float [group, 2, 8, 8]: W within 8 nodes, before it is inverted
+    int known_u;          // [node_blocks - 1, terms, rows / 16, 32 lanes, 16 bytes]
+    int history_keys;     // float [history_blocks * 16, K]
+    int history_sum;      // float2 [history_blocks * 16]
+    int history_u;        // of a short history: [history_blocks, warps, 16, rows of a warp]
+    int history_weights;  // of a short history: [history_blocks, units, terms, 32 lanes, 16 bytes]
     int path_sum;    // float2 [node_blocks * 16]: log2 decay from S_0 to the node, and its low part
     int factors;     // float4 [node_blocks * 16]: see NodeFactors; sums and jumps before
     int beta;        // float
@@ -55,6 +56,7 @@ struct VerifyLayout {
     int ancestors;   // uint32 [node_blocks * 16, mask_words]: ancestors and self
     int related;     // uint32 [node_blocks]: bit e: a node has an ancestor in node block e
     int not_finite;  // int: whether any result is not; and the helpers' votes, int [2]
+    int history_count;  // int: entries of a short history in use
     int mask_words;
     int node_blocks;
     int history_blocks;
@@ -74,8 +76,8 @@ inline constexpr bool inverts_whole(const VerifyShape& shape) {
            shape.max_nodes <= kMaxWhole * kNodeBlock;
 }
 
-// Whether the history is one for the kernel of short histories (tree_verify_history.cuh); `shape`
-// is of aligned tensors.
+// Whether the history is one for the kernel of small trees (tree_verify_history.cuh); `shape` is of
+// aligned tensors.
 inline constexpr bool has_short_history(const VerifyShape& shape, int tile) {
     return shape.key_dim == 128 && shape.input_bytes == 2 && shape.max_nodes <= kNodeBlock &&
            shape.history_capacity > 0 && shape.history_capacity <= kShortHistory &&
@@ -113,6 +115,28 @@ inline constexpr int group_pairs(int group, int node_blocks, int history_blocks)
     return group * (history_blocks + node_blocks) - group * (group - 1) / 2;
 }
 
+// Gives places in shared memory one after the other.
+struct Places {
+    int end = 0;
+
+    constexpr int next(int bytes) {
+        const int offset = end;
+        end += ceil_blocks(bytes, 16) * 16;
+        return offset;
+    }
+};
+
+// What there is of every node beside its rows.
+inline constexpr void place_nodes(VerifyLayout& at, Places& places) {
+    const int nodes = at.node_blocks * kNodeBlock;
+    at.path_sum = places.next(nodes * 8);
+    at.factors = places.next(nodes * 16);
+    at.beta = places.next(nodes * 4);
+    at.key_norm = places.next(nodes * 4);
+    at.query_norm = places.next(nodes * 4);
+    at.ancestors = places.next(nodes * 4 * at.mask_words);
+}
+
 // `whole`: for the kernel that inverts the tree's whole matrix, which keeps v and U in registers.
 inline constexpr VerifyLayout verify_layout(const VerifyShape& shape, int rows, int group,
                                             bool whole = false) {
@@ -123,104 +147,62 @@ inline constexpr VerifyLayout verify_layout(const VerifyShape& shape, int rows, 
     at.group = group < at.node_blocks ? group : at.node_blocks;
     at.whole = whole;
     const int nodes = at.node_blocks * kNodeBlock, entries = at.history_blocks * kNodeBlock;
-    int end = 0;
-    const auto place = [&end](int bytes) {
-        const int offset = end;
-        end += ceil_blocks(bytes, 16) * 16;
-        return offset;
-    };
-    at.state = place(rows * shape.key_dim * shape.state_bytes);
-    at.keys = place(nodes * shape.key_dim * shape.input_bytes);
-    at.queries = place(at.group * kNodeBlock * shape.key_dim * shape.input_bytes);
+    Places places;
+    at.state = places.next(rows * shape.key_dim * shape.state_bytes);
+    at.keys = places.next(nodes * shape.key_dim * shape.input_bytes);
+    at.queries = places.next(at.group * kNodeBlock * shape.key_dim * shape.input_bytes);
     const int value_blocks = at.node_blocks > 1 ? 2 : 1;
-    at.values = place(whole ? 0 : value_blocks * kNodeBlock * rows * shape.input_bytes);
+    at.values = places.next(whole ? 0 : value_blocks * kNodeBlock * rows * shape.input_bytes);
     const int pairs = group_pairs(at.group, at.node_blocks, at.history_blocks);
     const int weights = pairs * 2 * shape.weight_terms * 512;
     if (!whole && at.node_blocks == 1 && at.history_blocks == 0 &&
         weights <= at.values - at.queries) {
         at.weights = at.queries;  // see work_rows
     } else {
-        at.weights = place(weights);
+        at.weights = places.next(weights);
     }
-    at.dense = place(at.group * 2 * 64 * 4);
+    at.dense = places.next(at.group * 2 * 64 * 4);
     at.known_u =
-        place(whole ? 0 : (at.node_blocks - 1) * shape.weight_terms * rows * kNodeBlock * 2);
-    at.history_keys = place(entries * shape.key_dim * 4);
-    at.history_sum = place(entries * 8);
-    at.path_sum = place(nodes * 8);
-    at.factors = place(nodes * 16);
-    at.beta = place(nodes * 4);
-    at.key_norm = place(nodes * 4);
-    at.query_norm = place(nodes * 4);
-    at.ancestors = place(nodes * 4 * at.mask_words);
-    at.related = place(at.node_blocks * 4);
-    at.not_finite = place(12);
-    at.total = end;
+        places.next(whole ? 0 : (at.node_blocks - 1) * shape.weight_terms * rows * kNodeBlock * 2);
+    at.history_keys = places.next(entries * shape.key_dim * 4);
+    at.history_sum = places.next(entries * 8);
+    place_nodes(at, places);
+    at.related = places.next(at.node_blocks * 4);
+    at.not_finite = places.next(12);
+    at.total = places.end;
     return at;
 }
 
-// The layout of a tree of at most 16 nodes without a history, of `node_rows` 8 or 16 nodes, where
-// the compiler knows it (tree_verify_small.cuh). Queries lie behind the keys.
+// The layout of a tree of at most 16 nodes, with `node_rows` 8 or 16 rows of nodes, where the
+// compiler knows it (tree_verify_small.cuh); after a short history, or none. Queries lie behind the
+// keys. The weights of a history take the place of both, and its u comes last, so that all else is
+// the same for all capacities.
 inline constexpr VerifyLayout small_layout(const VerifyShape& shape, int rows, int node_rows) {
     VerifyLayout at{};
     at.node_blocks = at.group = at.mask_words = 1;
-    int end = 0;
-    const auto place = [&end](int bytes) {
-        const int offset = end;
-        end += ceil_blocks(bytes, 16) * 16;
-        return offset;
-    };
-    at.state = place(rows * shape.key_dim * shape.state_bytes);
-    at.keys = place(node_rows * shape.key_dim * shape.input_bytes);
-    at.queries = place(node_rows * shape.key_dim * shape.input_bytes);
-    at.values = place(node_rows * rows * shape.input_bytes);
-    at.weights = place(2 * shape.weight_terms * 512);
-    at.dense = place(2 * 64 * 4);
-    at.path_sum = place(kNodeBlock * 8);
-    at.factors = place(kNodeBlock * 16);
-    at.beta = place(kNodeBlock * 4);
-    at.key_norm = place(kNodeBlock * 4);
-    at.query_norm = place(kNodeBlock * 4);
-    at.ancestors = place(kNodeBlock * 4);
-    at.not_finite = place(4);
-    at.total = end;
+    at.short_history = shape.history_capacity > 0;
+    Places places;
+    at.state = places.next(rows * shape.key_dim * shape.state_bytes);
+    at.keys = at.history_weights = places.next(node_rows * shape.key_dim * shape.input_bytes);
+    at.queries = places.next(node_rows * shape.key_dim * shape.input_bytes);
+    at.values = places.next(node_rows * rows * shape.input_bytes);
+    at.weights = places.next(2 * shape.weight_terms * 512);
+    at.dense = places.next(2 * 64 * 4);
+    place_nodes(at, places);
+    at.not_finite = places.next(4);
+    if (at.short_history) {
+        at.history_blocks = ceil_blocks(shape.history_capacity, kNodeBlock);
+        at.history_sum = places.next(kShortHistory * 8);
+        at.history_count = places.next(4);
+        at.history_u = places.next(at.history_blocks * kNodeBlock * rows * shape.history_u_bytes);
+    }
+    at.total = places.end;
     return at;
 }
 
-// Of at most 16 nodes and a short history. The weights, those of the tree first, take the place of
-// keys and queries. All but the end is the same for all capacities.
-inline constexpr VerifyLayout short_layout(const VerifyShape& shape, int rows) {
-    constexpr int kPairs = 1 + kShortHistory / kNodeBlock;
-    VerifyLayout at{};
-    at.node_blocks = at.group = at.mask_words = 1;
-    at.history_blocks = ceil_blocks(shape.history_capacity, kNodeBlock);
-    at.short_history = true;
-    int end = 0;
-    const auto place = [&end](int bytes) {
-        const int offset = end;
-        end += ceil_blocks(bytes, 16) * 16;
-        return offset;
-    };
-    at.state = place(rows * shape.key_dim * shape.state_bytes);
-    at.keys = at.weights = place(kNodeBlock * shape.key_dim * shape.input_bytes);
-    at.queries = place(kNodeBlock * shape.key_dim * shape.input_bytes);
-    const int weights = kPairs * 2 * shape.weight_terms * 512, taken = end - at.weights;
-    place(weights > taken ? weights - taken : 0);
-    at.values = place(kNodeBlock * rows * shape.input_bytes);
-    at.dense = place(2 * 64 * 4);
-    at.known_u = at.history_keys = end;
-    at.history_sum = place(kShortHistory * 8);
-    at.path_sum = place(kNodeBlock * 8);
-    at.factors = place(kNodeBlock * 16);
-    at.beta = place(kNodeBlock * 4);
-    at.key_norm = place(kNodeBlock * 4);
-    at.query_norm = place(kNodeBlock * 4);
-    at.ancestors = place(kNodeBlock * 4);
-    at.related = place(4);
-    at.not_finite = place(12);
-    at.history_u = place(at.history_blocks * kNodeBlock * rows * shape.history_u_bytes);
-    at.total = end;
-    return at;
+// Rows of nodes of that layout.
+inline constexpr int small_rows(int max_nodes) {
+    return max_nodes <= kNodeBlock / 2 ? kNodeBlock / 2 : kNodeBlock;
 }
 
 // The largest group that leaves room for as many blocks on a multiprocessor as a single node block
@@ -247,7 +229,7 @@ inline VerifyLayout choose_layout(const VerifyShape& shape, int tile, bool align
         if (whole.total <= shared_bytes) return whole;
     }
     if (aligned && has_short_history(shape, tile)) {
-        const VerifyLayout layout = short_layout(shape, rows);
+        const VerifyLayout layout = small_layout(shape, rows, small_rows(shape.max_nodes));
         if (layout.total <= shared_bytes) return layout;
     }
     return best_layout(shape, rows, shared_bytes);

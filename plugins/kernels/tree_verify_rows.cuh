@@ -76,7 +76,7 @@ __device__ __forceinline__ TileTerms<kTerms, kTiles> split_tile(const Tile<kTile
 // Values of v, or of a history's u, in shared memory: a warp's rows at the 16 nodes of a block,
 // those of nodes 8 j + 2 c + e, c = 0 .. 3, side by side, so that lanes that read them meet in no
 // bank.
-template <typename Types, typename Value = typename Types::Input>
+template <typename Types, typename Value = typename Types::Input, int kNodes = Types::kNodeRows>
 struct Values {
     using Input = Value;
     static constexpr bool kZeroed = false;  // beyond the real nodes
@@ -86,23 +86,26 @@ struct Values {
     unsigned char* base;  // the warp's of this node block
 
     __device__ __forceinline__ Values(const Shared& shared, int d, int warp)
-        : base(shared.values + ((Types::kOneBlock ? 0 : d & 1) * Types::kWarps + warp) *
-                                   Types::kNodeRows * kNodeBytes) {}
+        : base(shared.values +
+               ((Types::kOneBlock ? 0 : d & 1) * Types::kWarps + warp) * kNodes * kNodeBytes) {}
     __device__ __forceinline__ Values(unsigned char* blocks, int block, int warp)
-        : base(blocks + (block * Types::kWarps + warp) * Types::kNodeRows * kNodeBytes) {}
+        : base(blocks + (block * Types::kWarps + warp) * kNodes * kNodeBytes) {}
 
     // Starts the copies of block d; `from` is row 0 of the warp's at node 0. What is beyond the
-    // tensor is a copy of the last node, or (kSkip) left out, and not used.
-    template <bool kSkip = false>
+    // tensor is a copy of the last node and not used, or (kZero) zero.
+    template <bool kZero = false>
     __device__ __forceinline__ void copy(const Input* from, int stride, int d, int max_nodes,
                                          int lane) const {
 #pragma unroll
-        for (int start = 0; start < Types::kNodeRows * kChunks; start += kWarp) {
+        for (int start = 0; start < kNodes * kChunks; start += kWarp) {
             const int index = start + lane, node = index / kChunks, chunk = index % kChunks;
-            if (Types::kNodeRows * kChunks < kWarp && index >= Types::kNodeRows * kChunks) continue;
-            if (kSkip && d * kNodeBlock + node >= max_nodes) continue;
+            if (kNodes * kChunks < kWarp && index >= kNodes * kChunks) continue;
             const int place = (node & 8) + node % 2 * 4 + node / 2 % 4;
             unsigned char* to = base + place * kNodeBytes + 16 * chunk;
+            if (kZero && d * kNodeBlock + node >= max_nodes) {
+                *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+                continue;
+            }
             const Input* at = from + min(d * kNodeBlock + node, max_nodes - 1) * stride +
                               chunk * kPer16Bytes<Input>;
             if constexpr (Types::kAligned) {

@@ -58,6 +58,7 @@ __device__ __forceinline__ StateRow<Types::kKeyDim> state_before(const VerifyArg
         state.decay(shared.history_sum[entry]);
         state.add(load_as_float(p.history.u, p.history.u_dtype, at), key);
     }
+    if (Types::kShort) state.sum = make_float2(0.0f, 0.0f);  // path sums begin here
     return state;
 }
 

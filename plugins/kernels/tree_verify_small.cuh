@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tree verification of at most 8 or 16 nodes without a history: the algebra of
+// Tree verification of at most 8 or 16 nodes, with or without a short history: the algebra of
 // tree_verify_kernel.cuh where one block of nodes is all there is, arranged so that the rows' warps
 // wait for little. Products of the nodes with each other need no state, so they are taken while it
 // is on its way; and what makes weights of them, gates, norms and the inverse, is one helper's
@@ -15,8 +15,11 @@
 // Up to 8 nodes, keys and queries are the two halves of one operand A, and every product of nodes
 // is half as long; their rows in shared memory are 8, so that three blocks of a float32 state share
 // a multiprocessor and not two.
+//
+// What a history adds is in tree_verify_history.cuh.
 #pragma once
 
+#include "tree_verify_history.cuh"
 #include "tree_verify_selecting.cuh"
 #include "tree_verify_steps.cuh"
 #include "tree_verify_weights.cuh"
@@ -28,7 +31,7 @@ namespace treewy {
 // rows 8 to 15.
 template <typename Types>
 struct NodeProducts {
-    static constexpr bool kEight = Types::kNodeRows == 8;
+    static constexpr bool kEight = Types::kEight;
     static constexpr int kUnits = kEight ? 1 : 4;
     // The rows' warps make weights of their own units where the state's products are short, and the
     // helper of all of them where those leave it the time.
@@ -158,17 +161,28 @@ __device__ __forceinline__ void help_small(const VerifyArgs& args, const Shared&
     read_nodes<Types>(p, work, lane, inputs);
     const float A_log = p.A_log[work.head], dt_bias = p.dt_bias[work.head];
     settle_row(p, row, work);
+    const int length = Types::kShort ? load_length(p, work) : 0;
     if (lane == 0) *shared.not_finite = 0;
     follow_paths<Types>(args, shared, work, inputs, A_log, dt_bias, lane);
     if (work.nodes == 0) return;
     constexpr bool kRowsWeigh = NodeProducts<Types>::kRowsWeigh;
     if (kRowsWeigh) arrive_at<Types::kRowThreads + kWarp>(kPathsBarrier);
+    HistoryHelper<Types> history;
+    if constexpr (Types::kShort) {
+        settle_history(p, length, work);
+        history.load(args, shared, work, lane);
+    }
     sync_at<Types::kRowThreads + kWarp>(kProductsBarrier);  // and norms
-    if (lane < Types::kNodeRows) make_factor(shared, lane);
+    if (!Types::kShort && lane < Types::kNodeRows) make_factor(shared, lane);
     if (!kRowsWeigh) weigh_nodes<Types>(shared, lane);
     invert<kTerms, Types::kNodeRows / 8>(weights_at<kTerms>(shared, 0, 0), shared.dense, lane);
+    if constexpr (Types::kShort) {  // the history's decays may come late
+        history.settle_decays(shared, work, lane);
+        if (lane < Types::kNodeRows) make_factor(shared, lane, history.start);
+    }
     __syncwarp();
     arrive_at<Types::kRowThreads + kWarp>(kInverseBarrier);
+    if constexpr (Types::kShort) history.weigh(args, shared, work, lane);
 }
 
 // Starts the copies of a block, and waits for all but the state.
@@ -239,8 +253,12 @@ __device__ __forceinline__ void work_small(const VerifyArgs& args, const Shared&
         __syncwarp();  // a warp reads what its own lanes copied
         multiply_state<Types, Types::kNodeRows / 8>(shared, 0, 0, at.warp, at.lane, total);
         sync_at<Types::kRowThreads + kWarp>(kInverseBarrier);
+        if constexpr (Types::kShort) meet_history<Types>(shared, work);
         finish_state<Types>(shared, work, 0, at.lane, Values<Types>(shared, 0, at.warp), total[0],
                             total[1]);
+        if constexpr (Types::kShort) {
+            add_history<Types>(args, shared, work, at, total[0], total[1]);
+        }
         solve_small<Types>(shared, at.lane, total[0], total[1]);
         if (!is_finite(total[1])) *shared.not_finite = 1;
     }

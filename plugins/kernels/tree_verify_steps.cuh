@@ -50,9 +50,17 @@ __device__ __forceinline__ void settle_row(const treewy_tree_verify_params& p,
     work.slot = inputs.slot;
     work.nodes = live ? max(0, min(inputs.nodes, p.tree.max_nodes)) : 0;
     work.history = 0;
-    if (p.history.length != nullptr && work.nodes > 0) {
-        work.history = clamp_length(p.history.length[work.slot], p.history.capacity);
-    }
+}
+
+// Its load waits for the slot.
+__device__ __forceinline__ int load_length(const treewy_tree_verify_params& p,
+                                           const VerifyWork& work) {
+    return p.history.length != nullptr && work.nodes > 0 ? p.history.length[work.slot] : 0;
+}
+
+__device__ __forceinline__ void settle_history(const treewy_tree_verify_params& p, int length,
+                                               VerifyWork& work) {
+    work.history = clamp_length(length, p.history.capacity);
 }
 
 // Where a thread of the rows' warps stands.
