@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from gdn_cases import (
+    DECAYS,
     Dims,
     generator,
     path_of,
@@ -291,6 +292,32 @@ def check_verify_poison(machine, case, poison, *, history=()):
     dirty = [x.cpu() for x in run_verify(machine, poisoned, history=history, raw=raw)]
     for name, before, after in zip(("out", "u", "g"), clean, dirty, strict=True):
         machine.close(f"verify poisoned {name}", after[on_path], before[on_path])
+
+
+def check_verify_replays(machine, capture, *, dims, nodes, capacity, types, replays=6):
+    """One captured call over other trees, slots, states and histories in the same buffers.
+
+    `capture` takes a function and returns one that runs it again and gives its results.
+    """
+
+    def draw(seed):
+        case = TreeCase(
+            seed, dims, nodes, dtype=types[0], state_dtype=types[1], batch=5, slots=9,
+            decay=DECAYS[seed % 3], pads=seed % 3,
+        )  # fmt: skip
+        history = random_history(case, capacity, stash=types[1])
+        history[3][case.slot[seed % 5]] = 0  # of the last slot where the row is padding
+        return case, (*case.raw[0].values(), case.state[0], *case.trees, *history)
+
+    static = [machine.put(x) for x in draw(0)[1]]
+    replay = capture(lambda: machine.call("tree_verify", *static))
+    for seed in range(1, 1 + replays):
+        case, inputs = draw(seed)
+        for buffer, x in zip(static, inputs, strict=True):
+            buffer.copy_(x)
+        results, truth = replay(), case.truth(history=inputs[-4:])
+        for name, got, wanted in zip(("out", "u", "g"), results, truth, strict=True):
+            machine.close(f"replayed {name} {str(got.dtype)[6:]}", got, wanted)
 
 
 # ------------------------------------------------------------------ commits

@@ -102,6 +102,16 @@ def test_verify_with_a_short_history(host, host_library, capacity, types):
                 suite.check_verify(host, case, pad=(8, 8), history=history)
 
 
+@pytest.mark.parametrize("types", [(BF16, BF16), (F16, F32)], ids=types_id)
+def test_a_short_history_leaves_nothing_behind(host, types):
+    """Calls over the same buffers, as `gpu/test_kernels.py` replays them."""
+    for nodes, capacity in ((8, 16), (16, 32)):
+        suite.check_verify_replays(
+            host, lambda run: run, dims=Dims(1, 2, 128, 64), nodes=nodes, capacity=capacity,
+            types=types,
+        )  # fmt: skip
+
+
 def test_infinities_of_a_history_reach_no_other_row(host):
     """They are in the state that every node starts from: all outputs of their rows of V are NaN."""
     case = TreeCase(2, Dims(1, 2, 128, 128), 9, dtype=BF16, state_dtype=BF16, batch=2, slots=3)

@@ -72,16 +72,13 @@ struct HistoryKeys {
         }
     }
 
-    // Steps 2 pair and 2 pair + 1 of eight keys as operand B; adds the elements' squares.
-    __device__ __forceinline__ FragmentB<Key> operand(int half, int pair, float& square) const {
+    // Steps 2 pair and 2 pair + 1 of eight keys as operand B.
+    __device__ __forceinline__ FragmentB<Key> operand(int half, int pair) const {
         const uint4& words = x[half][pair];
         const uint32_t word[4] = {words.x, words.y, words.z, words.w};
         FragmentB<Key> b;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float low = half_value<Key>(word[i]), high = half_value<Key>(word[i] >> 16);
-            square = fmaf(low, low, square);
-            square = fmaf(high, high, square);
             uint32_t terms[Operand<Key>::kTerms];
             split_word<Key>(word[i], terms);
 #pragma unroll
@@ -91,6 +88,18 @@ struct HistoryKeys {
         return b;
     }
 };
+
+// 16 keys as operand A of step `odd`, from their halves as operand B: the same registers.
+template <typename T>
+__device__ __forceinline__ FragmentA<T> as_rows(const FragmentB<T> (&b)[2], int odd) {
+    FragmentA<T> a;
+#pragma unroll
+    for (int term = 0; term < Operand<T>::kTerms; ++term) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a.x[term][i] = b[i % 2].x[term][odd][i / 2];
+    }
+    return a;
+}
 
 // Steps 2 pair and 2 pair + 1 of 16 rows in shared memory as operand A, in that order.
 template <typename Types>
@@ -152,9 +161,12 @@ struct HistoryHelper {
     float after;   // decay from the lane's entry to the last one
     float2 start;  // minus the log decay of the whole history
 
-    // Starts the loads, once the length is known.
+    // Starts the loads of keys and decays, once the length is known.
     __device__ __forceinline__ void load(const VerifyArgs& args, const Shared& shared,
                                          const VerifyWork& work, int lane);
+    // Starts the copies of u, for all rows' warps.
+    __device__ __forceinline__ void copy_values(const VerifyArgs& args, const Shared& shared,
+                                                const VerifyWork& work, int lane) const;
     __device__ __forceinline__ void settle_decays(const Shared& shared, const VerifyWork& work,
                                                   int lane);
     // Weights of all entries, once keys, queries and their norms are there.
@@ -163,7 +175,7 @@ struct HistoryHelper {
 
   private:
     __device__ __forceinline__ void dot(const Shared& shared, int lane,
-                                        float (&value)[kUnits][2][4], float (&square)[2]) const;
+                                        float (&value)[kUnits][2][4], float (&own)[2][4]) const;
     __device__ __forceinline__ Weights weigh_block(const Shared& shared, int block, int lane) const;
 };
 
@@ -199,6 +211,14 @@ __device__ __forceinline__ void HistoryHelper<Types>::load(const VerifyArgs& arg
     if (work.history == 0) return;
     decays.load(args, work, lane);
     keys.load(args, work, 0, lane);
+}
+
+template <typename Types>
+__device__ __forceinline__ void HistoryHelper<Types>::copy_values(const VerifyArgs& args,
+                                                                  const Shared& shared,
+                                                                  const VerifyWork& work,
+                                                                  int lane) const {
+    if (work.history == 0) return;
     if (has_wide_history<Types>(args)) {
         copy_history_rows<Types, float>(args, shared, work, lane);
     } else {
@@ -219,18 +239,21 @@ __device__ __forceinline__ void HistoryHelper<Types>::settle_decays(const Shared
     start = two_floats(-total);
 }
 
-// Products of all rows with the 16 keys, and those keys' squares.
+// Products of all rows with the 16 keys, and of these with each other.
 template <typename Types>
 __device__ __forceinline__ void HistoryHelper<Types>::dot(const Shared& shared, int lane,
                                                           float (&value)[kUnits][2][4],
-                                                          float (&square)[2]) const {
+                                                          float (&own)[2][4]) const {
 #pragma unroll
     for (int i = 0; i < 8 * kUnits; ++i) value[i / 8][i / 4 % 2][i % 4] = 0.0f;
-    square[0] = square[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) own[i / 4][i % 4] = 0.0f;
 #pragma unroll
     for (int pair = 0; pair < HistoryKeys<Types>::kPairs; ++pair) {
-        const FragmentB<Input> b[2] = {keys.operand(0, pair, square[0]),
-                                       keys.operand(1, pair, square[1])};
+        const FragmentB<Input> b[2] = {keys.operand(0, pair), keys.operand(1, pair)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            multiply<0, kMaxOrder>(own[i % 2], as_rows(b, i / 2), b[i % 2], i / 2);
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
             FragmentA<Input> a[2];
@@ -247,18 +270,19 @@ template <typename Types>
 __device__ __forceinline__ HistoryWeights<Types> HistoryHelper<Types>::weigh_block(
     const Shared& shared, int block, int lane) const {
     const int g = lane / 4, c = lane % 4;
-    float value[kUnits][2][4], square[2];
-    dot(shared, lane, value, square);
-    float entry[2][2];  // factors of entries 8 i + 2 c + e
+    float value[kUnits][2][4], own[2][4];
+    dot(shared, lane, value, own);
+    // Factors of entries 8 i + 2 c + e: norms are on the diagonal, of which lane 4 g + g / 2 has
+    // that of rows g and 8 + g.
+    float entry[2][2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        float sum = square[i];
 #pragma unroll
-        for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-        const float own =
-            inverse_norm(sum, 1.0f) * __shfl_sync(kAllLanes, after, block * kNodeBlock + 8 * i + g);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) entry[i][e] = __shfl_sync(kAllLanes, own, 8 * c + 4 * e);
+        for (int e = 0; e < 2; ++e) {
+            const float square = __shfl_sync(kAllLanes, own[i][2 * i + e], 9 * c + 4 * e);
+            entry[i][e] = inverse_norm(square, 1.0f) *
+                          __shfl_sync(kAllLanes, after, block * kNodeBlock + 8 * i + 2 * c + e);
+        }
     }
     Weights weights;
 #pragma unroll

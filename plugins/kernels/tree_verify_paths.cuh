@@ -176,28 +176,31 @@ struct PathTable {
     }
 };
 
-// Gates of all nodes, and by pointer jumping their path sums (on top of the history's) and
-// ancestors. A parent that is not before its node counts as none. A thread of the helpers has one
-// node, or two.
 template <typename Types>
-__device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Shared& shared,
-                                             const VerifyWork& work,
-                                             const NodeInputs (&inputs)[Types::kNodesPerHelper],
-                                             float A_log, float dt_bias, int thread) {
-    constexpr int kEach = Types::kNodesPerHelper;
-    constexpr int kWords = Types::kMaskWords;
+__device__ __forceinline__ PathTable<Types::kMaskWords> path_table(const VerifyArgs& args,
+                                                                   const Shared& shared) {
+    double* sums = reinterpret_cast<double*>(shared.factors);
+    return {sums, reinterpret_cast<int*>(sums + node_blocks<Types>(args) * kNodeBlock),
+            shared.ancestors, Types::kOneBlock ? 1 : shared.mask_words};
+}
+
+// A helper's paths, a node each: a thread has one, or two.
+template <typename Types>
+using Paths = PathEnd<Types::kMaskWords>[Types::kNodesPerHelper];
+
+// Gates of all nodes, and each of these as a path of its own. A parent that is not before its node
+// counts as none.
+template <typename Types>
+__device__ __forceinline__ void open_paths(const VerifyArgs& args, const Shared& shared,
+                                           const VerifyWork& work,
+                                           const NodeInputs (&inputs)[Types::kNodesPerHelper],
+                                           float A_log, float dt_bias, int thread,
+                                           Paths<Types>& paths) {
     const treewy_tree_verify_params& p = args.params;
     const int nodes = node_blocks<Types>(args) * kNodeBlock;
-    double* sums = reinterpret_cast<double*>(shared.factors);
-    const PathTable<kWords> table{sums, reinterpret_cast<int*>(sums + nodes), shared.ancestors,
-                                  Types::kOneBlock ? 1 : shared.mask_words};
-    // After a short history path sums begin behind it.
-    constexpr bool kBefore = Types::kHistory && !Types::kShort;
-    HistoryDecays<2> decays;
-    if (kBefore && work.history > 0) decays.load(args, work, thread % kWarp);
-    PathEnd<kWords> paths[kEach];
+    const auto table = path_table<Types>(args, shared);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < Types::kNodesPerHelper; ++i) {
         const int node = Types::kHelperThreads * i + thread, parent = inputs[i].parent;
         const bool real = node < work.nodes;
         const float g =
@@ -206,7 +209,7 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
         paths[i].sum = static_cast<double>(g) * kLog2E;
         paths[i].jump = real && parent >= 0 && parent < node ? parent : -1;
 #pragma unroll
-        for (int word = 0; word < kWords; ++word) {
+        for (int word = 0; word < Types::kMaskWords; ++word) {
             paths[i].mask[word] = word == node / 32 ? 1u << (node % 32) : 0u;
         }
         if (node >= nodes) continue;
@@ -216,6 +219,15 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
             p.g[work.row * p.g_stride[0] + node * p.g_stride[1] + work.head] = g;
         }
     }
+}
+
+// By pointer jumping the sums and ancestors of all paths.
+template <typename Types>
+__device__ __forceinline__ void join_paths(const VerifyArgs& args, const Shared& shared, int thread,
+                                           Paths<Types>& paths) {
+    constexpr int kEach = Types::kNodesPerHelper;
+    const int nodes = node_blocks<Types>(args) * kNodeBlock;
+    const auto table = path_table<Types>(args, shared);
     for (bool more = true; more;) {
         sync_helpers<Types>();
         more = false;
@@ -232,12 +244,15 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
             if (node < nodes) table.write(node, paths[i]);
         }
     }
-    double before = 0.0, last;
-    if (kBefore && work.history > 0) {
-        before = decays.sum(shared, work, thread % kWarp, thread < kWarp, last);
-    }
+}
+
+// Path sums on top of what is `before` them.
+template <typename Types>
+__device__ __forceinline__ void store_paths(const VerifyArgs& args, const Shared& shared,
+                                            int thread, double before, const Paths<Types>& paths) {
+    const int nodes = node_blocks<Types>(args) * kNodeBlock;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < Types::kNodesPerHelper; ++i) {
         const int node = Types::kHelperThreads * i + thread;
         if (node < nodes) shared.path_sum[node] = two_floats(before + paths[i].sum);
         if (Types::kOneBlock) continue;
@@ -245,6 +260,24 @@ __device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Share
         if (node < nodes && node % kNodeBlock == 0) shared.related[node / kNodeBlock] = related;
     }
     __syncwarp();
+}
+
+// All of it, path sums on top of the history's.
+template <typename Types>
+__device__ __forceinline__ void follow_paths(const VerifyArgs& args, const Shared& shared,
+                                             const VerifyWork& work,
+                                             const NodeInputs (&inputs)[Types::kNodesPerHelper],
+                                             float A_log, float dt_bias, int thread) {
+    HistoryDecays<2> decays;
+    if (Types::kHistory && work.history > 0) decays.load(args, work, thread % kWarp);
+    Paths<Types> paths;
+    open_paths<Types>(args, shared, work, inputs, A_log, dt_bias, thread, paths);
+    join_paths<Types>(args, shared, thread, paths);
+    double before = 0.0, last;
+    if (Types::kHistory && work.history > 0) {
+        before = decays.sum(shared, work, thread % kWarp, thread < kWarp, last);
+    }
+    store_paths<Types>(args, shared, thread, before, paths);
 }
 
 // The factors of node t, once its norms are known. `start`: of the state, where path sums do not

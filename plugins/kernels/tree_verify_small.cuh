@@ -163,15 +163,19 @@ __device__ __forceinline__ void help_small(const VerifyArgs& args, const Shared&
     settle_row(p, row, work);
     const int length = Types::kShort ? load_length(p, work) : 0;
     if (lane == 0) *shared.not_finite = 0;
-    follow_paths<Types>(args, shared, work, inputs, A_log, dt_bias, lane);
-    if (work.nodes == 0) return;
-    constexpr bool kRowsWeigh = NodeProducts<Types>::kRowsWeigh;
-    if (kRowsWeigh) arrive_at<Types::kRowThreads + kWarp>(kPathsBarrier);
+    Paths<Types> paths;
+    open_paths<Types>(args, shared, work, inputs, A_log, dt_bias, lane, paths);
     HistoryHelper<Types> history;
     if constexpr (Types::kShort) {
         settle_history(p, length, work);
         history.load(args, shared, work, lane);
     }
+    join_paths<Types>(args, shared, lane, paths);
+    store_paths<Types>(args, shared, lane, 0.0, paths);
+    if (work.nodes == 0) return;
+    constexpr bool kRowsWeigh = NodeProducts<Types>::kRowsWeigh;
+    if (kRowsWeigh) arrive_at<Types::kRowThreads + kWarp>(kPathsBarrier);
+    if constexpr (Types::kShort) history.copy_values(args, shared, work, lane);
     sync_at<Types::kRowThreads + kWarp>(kProductsBarrier);  // and norms
     if (!Types::kShort && lane < Types::kNodeRows) make_factor(shared, lane);
     if (!kRowsWeigh) weigh_nodes<Types>(shared, lane);

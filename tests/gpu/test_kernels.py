@@ -504,6 +504,33 @@ def test_a_captured_step_replays_over_other_topologies(gpu, policy, nodes):
             assert torch.equal(pools[5].cpu(), exact[5])
 
 
+def capture(run):
+    """A function that replays `run` from a CUDA graph and returns its results."""
+    run()  # warm
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+
+    def replay():
+        graph.replay()
+        return results
+
+    return replay
+
+
+@pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
+@pytest.mark.parametrize("nodes", [5, 8, 16])
+@pytest.mark.parametrize("capacity", [16, 32])
+def test_captured_verification_replays_over_other_histories(gpu, capacity, nodes, types):
+    """Other trees, lengths and slots, through the kernel of small trees, by both tiles."""
+    for tile in (1, 2):
+        with suite.verify_tile(cuda_library.load_library(), tile):
+            suite.check_verify_replays(
+                gpu, capture, dims=Dims(2, 4, 128, 128), nodes=nodes, capacity=capacity, types=types
+            )
+
+
 # ------------------------------------------------------------------ size
 
 
