@@ -39,6 +39,10 @@ namespace treewy {
 
 inline constexpr int kShortBlocks = kShortHistory / kNodeBlock;
 
+// Whether the helper asks for keys and decays between the nodes' gates and their path sums, where
+// it may wait for the length, or behind these.
+inline constexpr bool kKeysBeforePaths = true;
+
 // A lane's part of 16 raw keys of a history, one of each half a group of four lanes: 16 bytes at
 // chunk 2 c + pair % 2 + 8 (pair / 2) for steps 2 pair and 2 pair + 1, c = lane % 4. In that order
 // no lanes that read operand A meet in a bank.

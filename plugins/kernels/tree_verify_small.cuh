@@ -166,7 +166,7 @@ __device__ __forceinline__ void help_small(const VerifyArgs& args, const Shared&
     Paths<Types> paths;
     open_paths<Types>(args, shared, work, inputs, A_log, dt_bias, lane, paths);
     HistoryHelper<Types> history;
-    if constexpr (Types::kShort) {
+    if constexpr (Types::kShort && kKeysBeforePaths) {
         settle_history(p, length, work);
         history.load(args, shared, work, lane);
     }
@@ -175,7 +175,13 @@ __device__ __forceinline__ void help_small(const VerifyArgs& args, const Shared&
     if (work.nodes == 0) return;
     constexpr bool kRowsWeigh = NodeProducts<Types>::kRowsWeigh;
     if (kRowsWeigh) arrive_at<Types::kRowThreads + kWarp>(kPathsBarrier);
-    if constexpr (Types::kShort) history.copy_values(args, shared, work, lane);
+    if constexpr (Types::kShort) {
+        if (!kKeysBeforePaths) {
+            settle_history(p, length, work);
+            history.load(args, shared, work, lane);
+        }
+        history.copy_values(args, shared, work, lane);
+    }
     sync_at<Types::kRowThreads + kWarp>(kProductsBarrier);  // and norms
     if (!Types::kShort && lane < Types::kNodeRows) make_factor(shared, lane);
     if (!kRowsWeigh) weigh_nodes<Types>(shared, lane);
