@@ -122,8 +122,8 @@ class TreeInputs(Protocol):
         """[layers, conv_dim, kernel]."""
         ...
 
-    def keys(self) -> Tensor:
-        """Raw keys of the nodes [layers, B, N, HK, K], by a conv of the inputs."""
+    def path_keys(self, accepted: Tensor) -> Tensor:
+        """Raw keys [layers, B, N, HK, K] of the nodes on the accepted paths, by a conv."""
         ...
 
 
@@ -235,7 +235,12 @@ class ReconstructPolicy(CommitPolicy):
 
     def commit(self, tree: TreeBatch, accepted: Tensor, inputs: TreeInputs) -> None:
         torch.ops.treewy.commit(
-            self.state, tree.slot, tree.parents, tree.num_nodes, accepted, *self._path(tree, inputs)
+            self.state,
+            tree.slot,
+            tree.parents,
+            tree.num_nodes,
+            accepted,
+            *self._path(tree, accepted, inputs),
         )
 
     def _verify(
@@ -253,8 +258,10 @@ class ReconstructPolicy(CommitPolicy):
         )
         return out
 
-    def _path(self, tree: TreeBatch, inputs: TreeInputs) -> tuple[Tensor, Tensor, Tensor]:
-        return _rows(self._u, tree), inputs.keys(), _rows(self._g, tree)
+    def _path(
+        self, tree: TreeBatch, accepted: Tensor, inputs: TreeInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _rows(self._u, tree), inputs.path_keys(accepted), _rows(self._g, tree)
 
     def _stash(self) -> list[Tensor]:
         return [self._u, self._g]
@@ -365,7 +372,7 @@ class DeferredPolicy(ReconstructPolicy):
             tree.parents,
             tree.num_nodes,
             accepted,
-            *self._path(tree, inputs),
+            *self._path(tree, accepted, inputs),
         )
 
     def clear(self, slot: int) -> None:

@@ -379,7 +379,16 @@ class TreeGdnStep:
         self._check_pending()
         self.conv_inputs[layer] = x
         self._weights[layer] = weight
-        return self._tree_conv(layer, x, weight, slice(None))
+        tree = self.tree
+        return torch.ops.treewy.tree_conv(
+            x,
+            self.conv_state[layer],
+            tree.slot,
+            tree.parents,
+            tree.num_nodes,
+            weight,
+            None,
+        )
 
     def delta_rule(
         self,
@@ -398,19 +407,28 @@ class TreeGdnStep:
         inputs = GdnInputs(q, k, v, a, b, A_log, dt_bias)
         return self._manager.policy.verify(layer, self.tree, inputs)
 
-    def keys(self) -> Tensor:
-        """Keys of every node [layers, B, N, HK, K], from the stashed conv inputs.
+    def path_keys(self, accepted: Tensor) -> Tensor:
+        """Keys [layers, B, N, HK, K] of the nodes on the paths to `accepted` [B].
 
-        The conv works channel by channel, so these are bit for bit the keys that verification
-        saw, as long as the conv state is not committed yet.
+        A commit reads no others, and what the others hold here is undefined. They come from the
+        stashed conv inputs, all layers at once. The conv works channel by channel, so they are bit
+        for bit the keys that verification saw, as long as the conv state is not committed yet.
         """
-        config = self._manager.config
+        config, tree = self._manager.config, self.tree
         channels = slice(config.key_dim, 2 * config.key_dim)
         inputs = self.conv_inputs[..., channels]
         keys = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-        for layer, weight in enumerate(self._weights):
-            if weight is not None:
-                keys[layer] = self._tree_conv(layer, inputs[layer], weight, channels)
+        torch.ops.treewy.path_conv(
+            keys,
+            self.conv_state[..., channels],
+            tree.slot,
+            tree.parents,
+            tree.num_nodes,
+            accepted,
+            inputs,
+            self.conv_weights()[:, channels],
+            None,
+        )
         return keys.unflatten(-1, (config.linear_num_key_heads, config.linear_key_head_dim))
 
     def check_complete(self) -> None:
@@ -426,15 +444,3 @@ class TreeGdnStep:
     def _check_pending(self) -> None:
         if self._manager._pending is not self:
             raise ValueError("this verify step was committed or discarded; start a new one")
-
-    def _tree_conv(self, layer: int, x: Tensor, weight: Tensor, channels: slice) -> Tensor:
-        tree = self.tree
-        return torch.ops.treewy.tree_conv(
-            x,
-            self._manager.conv_state[layer][..., channels],
-            tree.slot,
-            tree.parents,
-            tree.num_nodes,
-            weight[channels],
-            None,
-        )

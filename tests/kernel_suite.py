@@ -723,13 +723,15 @@ def check_malformed_parents(machine, case):
 # ------------------------------------------------------------------ convolution
 
 
-def conv_case(seed, *, nodes, dtype, channels, width, layers=2, batch=4, slots=7):
-    gen = generator(seed)
+def conv_case(
+    seed, *, nodes, dtype, channels, width, layers=2, batch=4, slots=7, weight_dtype=None
+):
+    gen, of_weight = generator(seed), weight_dtype or dtype
     case = {
         "x": torch.randn(layers, batch, nodes, channels, generator=gen).to(dtype),
         "state": torch.randn(layers, slots, width - 1, channels, generator=gen).to(dtype),
-        "weight": torch.randn(channels, width, generator=gen).to(dtype),
-        "bias": torch.randn(channels, generator=gen).to(dtype),
+        "weight": torch.randn(channels, width, generator=gen).to(of_weight),
+        "bias": torch.randn(channels, generator=gen).to(of_weight),
         "slot": random_slots(gen, batch, slots, pads=1),
         "gen": gen,
     }
@@ -800,6 +802,56 @@ def check_conv_commit(machine, case, *, pad):
     tree = [machine.put(t) for t in (*trees, accepted)]
     machine.call("conv_commit", windows, *tree, spread(x, machine, pad=(pad, 1)))
     assert same_bits(windows.cpu(), truth)
+
+
+def check_path_conv(machine, case, *, bias, pad):
+    """The bits of tree_conv on the accepted paths, of all layers; all else stays as it is.
+
+    Poison beside the paths, in padding and in free slots is not read.
+    """
+    trees = [case[name] for name in ("slot", "parents", "num_nodes")]
+    x, state, accepted = case["x"].clone(), case["state"].clone(), case["accepted"].clone()
+    layers, _, _, channels = x.shape
+    shape = (layers, channels, state.shape[2] + 1)
+    weight = torch.randn(shape, generator=case["gen"]).to(case["weight"].dtype)
+    biases = torch.randn(layers, channels, generator=case["gen"]).to(weight.dtype) if bias else None
+    accepted[0] = -1
+    on_path = torch.zeros(case["parents"].shape, dtype=torch.bool)
+    for row, node in enumerate(accepted.tolist()):
+        if trees[0][row] >= 0:
+            on_path[row, path_of(case["parents"], row, node)] = True
+    put = [machine.put(t) for t in trees]
+    weight, biases = machine.put(weight), None if biases is None else machine.put(biases)
+    truth = torch.full(x.shape, 7.0, dtype=x.dtype)
+    for layer in range(layers):
+        of_layer = None if biases is None else biases[layer]
+        inputs = (machine.put(x[layer]), machine.put(state[layer]), *put, weight[layer], of_layer)
+        truth[layer][on_path] = machine.call("tree_conv", *inputs).cpu()[on_path]
+    x[:, ~on_path] = float("nan")
+    state[:, [s for s in range(state.shape[1]) if s not in trees[0].tolist()]] = float("inf")
+    y = spread(torch.full(x.shape, 7.0, dtype=x.dtype), machine, pad=(pad, 1))
+    windows = spread(state, machine, pad=(pad, 1))
+    inputs = spread(x, machine, pad=(pad, 2))
+    machine.call("path_conv", y, windows, *put, machine.put(accepted), inputs, weight, biases)
+    assert same_bits(y.cpu(), truth)
+    assert same_bits(windows.cpu(), state)
+
+
+def check_path_conv_of_odd_rows(machine):
+    """Rows that no commit moves get nothing, and are not counted: the commit does that."""
+    case = conv_case(5, nodes=6, dtype=BF16, channels=64, width=4, batch=4)
+    slot = torch.tensor([0, 99, 1, 2], dtype=torch.int32)
+    accepted = torch.tensor([6, 2, 3, -2], dtype=torch.int32)
+    parents = torch.arange(-1, 5, dtype=torch.int32).repeat(4, 1)
+    parents[2, 2] = 3  # behind its child
+    num_nodes = torch.full((4,), 6, dtype=torch.int32)
+    y = machine.put(torch.full_like(case["x"], 7.0))
+    weight = machine.put(case["weight"].expand(2, -1, -1).contiguous())
+    cuda_ops.error_count(machine.device, reset=True)
+    rows = [machine.put(t) for t in (slot, parents, num_nodes, accepted, case["x"])]
+    machine.call("path_conv", y, machine.put(case["state"]), *rows, weight)
+    assert same_bits(y.cpu(), torch.full_like(case["x"], 7.0))
+    assert cuda_ops.error_count(machine.device, reset=True) == 0
 
 
 def check_prefill_conv(machine, seed, *, dtype, channels, width, lengths, pad=0):

@@ -7,6 +7,7 @@ same checks run in `gpu/test_kernels.py`, on more shapes.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -320,11 +321,78 @@ def test_conv_equals_the_reference(host, width, dtype):
         suite.check_conv_commit(host, case, pad=(0, 8, 1)[index])
 
 
+def kernel_name(library):
+    """Of the kernel launched last, without its types."""
+    last = library._library.host_cuda_last_kernel
+    last.restype = ctypes.c_char_p
+    return last().decode()
+
+
 def test_conv_by_blocks_of_several_nodes(host):
+    """Width 5: the general kernel, its blocks with a run of nodes each."""
     case = suite.conv_case(
-        3, nodes=39, dtype=F32, channels=8, width=4, layers=1, batch=128, slots=130
+        3, nodes=39, dtype=F32, channels=8, width=5, layers=1, batch=128, slots=130
     )
     suite.check_conv(host, case, bias=True, pad=0)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(
+    ("nodes", "channels", "batch"),
+    # One to 16 warps a block; a last block of columns that is not whole.
+    [(1, 264, 4), (2, 8, 4), (3, 1032, 4), (17, 264, 4), (64, 40, 4), (128, 40, 4), (128, 8, 300)],
+)
+def test_conv_by_columns(host, host_library, nodes, channels, batch, dtype):
+    case = suite.conv_case(
+        nodes, nodes=nodes, dtype=dtype, channels=channels, width=4, layers=1, batch=batch,
+        slots=batch + 3,
+    )  # fmt: skip
+    suite.check_conv(host, case, bias=nodes % 2 == 1, pad=8)
+    assert "tree_conv_columns" in kernel_name(host_library)
+
+
+def test_conv_by_columns_of_one_warp(host, host_library):
+    """Batches that fill the machine: stages follow each other without a barrier."""
+    for nodes in (4, 5, 21):
+        case = suite.conv_case(
+            nodes, nodes=nodes, dtype=BF16, channels=512, width=4, layers=1, batch=800, slots=900
+        )
+        suite.check_conv(host, case, bias=False, pad=0)
+        assert "tree_conv_columns" in kernel_name(host_library)
+
+
+def test_conv_where_columns_do_not_suit(host, host_library):
+    """Weights of another type, and odd addresses."""
+    case = suite.conv_case(4, nodes=9, dtype=BF16, channels=64, width=4, weight_dtype=F32, batch=3)
+    for pad in (0, 1):
+        suite.check_conv(host, case, bias=True, pad=pad)
+        assert "columns" not in kernel_name(host_library)
+    case = suite.conv_case(4, nodes=9, dtype=BF16, channels=64, width=4)
+    suite.check_conv(host, case, bias=True, pad=4)
+    assert "columns" not in kernel_name(host_library)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("width", [2, 4, 7])
+def test_conv_of_accepted_paths_has_the_bits_of_tree_conv(host, width, dtype):
+    for index, nodes in enumerate((1, 9, 40)):
+        case = suite.conv_case(
+            nodes, nodes=nodes, dtype=dtype, channels=(64, 1032, 19)[index], width=width, layers=3
+        )
+        suite.check_path_conv(host, case, bias=index % 2 == 0, pad=(0, 8, 1)[index])
+
+
+@pytest.mark.parametrize(("channels", "pad"), [(64, 0), (19, 1)])
+def test_conv_of_accepted_paths_of_many_rows(host, channels, pad):
+    """Several items a warp."""
+    case = suite.conv_case(
+        2, nodes=7, dtype=BF16, channels=channels, width=4, layers=30, batch=600, slots=700
+    )
+    suite.check_path_conv(host, case, bias=True, pad=pad)
+
+
+def test_conv_of_accepted_paths_leaves_odd_rows_alone(host):
+    suite.check_path_conv_of_odd_rows(host)
 
 
 def test_conv_of_a_path_has_the_same_bits_everywhere(host):
@@ -336,11 +404,22 @@ def test_conv_of_a_path_has_the_same_bits_everywhere(host):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("width", [2, 4, 7])
 def test_prefill_conv_equals_the_reference(host, width, dtype):
-    for lengths in ((1,), (5, 0, 70, 1, 2, 33)):
+    for lengths in ((1,), (3, 4), (5, 0, 70, 1, 2, 33)):
         for channels, pad in ((40, 8), (19, 1)):
             suite.check_prefill_conv(
                 host, width, dtype=dtype, channels=channels, width=width, lengths=lengths, pad=pad
             )
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_prefill_conv_by_columns(host, host_library, dtype):
+    """Runs of 8 to 32 tokens; sequences begin and end at every place of a run."""
+    for lengths in ((1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 32, 33), (600, 1, 433)):
+        for channels in (264, 8 * 32 * 40) if len(lengths) == 3 else (264, 8):
+            suite.check_prefill_conv(
+                host, 3, dtype=dtype, channels=channels, width=4, lengths=lengths, pad=8
+            )
+            assert "prefill_conv_columns" in kernel_name(host_library)
 
 
 @pytest.mark.parametrize("types", TYPES, ids=types_id)

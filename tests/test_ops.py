@@ -181,6 +181,7 @@ def calls():
         "flush_history": (case.state, *history[:3], int32(*[2] * SLOTS), case.slot),
         "commit_snapshot": (case.state, *case.goal, states.expand(LAYERS, *states.shape).clone()),
         "conv_commit": (case.conv_state, *case.goal, case.x),
+        "path_conv": (case.x.clone(), case.conv_state, *case.goal, case.x, *case.layers()[:2]),
         "prefill": (*packed.values(), case.state[1], *chunks),
         "prefill_conv": (case.x[0, 0], case.conv_state[1], *chunks, case.weight),
         "tree_verify with history": (*delta, *of_layer, int32(*[2] * SLOTS)),
@@ -188,11 +189,12 @@ def calls():
 
 
 COMMITS = ("commit", "commit_inputs", "commit_deferred", "commit_snapshot", "conv_commit")
+OF_PATHS = (*COMMITS, "path_conv")  # what takes an accepted node
 
 
 def goal_at(op):
     """Where slot, parents, num_nodes and accepted start among the arguments."""
-    return {"commit_deferred": 5, "commit_inputs": 2}.get(op, 1)
+    return {"commit_deferred": 5, "commit_inputs": 2, "path_conv": 2}.get(op, 1)
 
 
 @pytest.mark.parametrize("name", calls())
@@ -580,6 +582,42 @@ def test_conv_commit_of_short_and_long_paths(width):
             assert torch.equal(conv_state[:, slot], rows[:, -(width - 1) :])
 
 
+def path_conv_case(width, **options):
+    """A case, y full of sevens, and of every layer what tree_conv gives."""
+    case = Case(16, Dims(1, 1, 3, 2, width=width), **options)
+    weight, bias, *_ = case.layers()
+    given = [
+        (case.x[i], case.conv_state[i], *case.trees, weight[i], bias[i]) for i in range(LAYERS)
+    ]
+    whole = torch.stack([treewy.tree_conv(*args) for args in given])
+    return case, weight, bias, torch.full_like(case.x, 7.0), whole
+
+
+@pytest.mark.parametrize("width", [2, 4, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
+def test_path_conv_gives_the_bits_of_tree_conv_on_paths_alone(width, dtype):
+    case, weight, bias, y, whole = path_conv_case(width, dtype=dtype)
+    on_path = torch.zeros(BATCH, NODES, dtype=torch.bool)
+    for row, node in enumerate(case.accepted.tolist()):
+        if case.slot[row] >= 0:
+            on_path[row, path_of(case.parents, row, node)] = True
+    case.x[:, ~on_path] = math.nan
+    windows = case.conv_state.clone()
+    treewy.path_conv(y, case.conv_state, *case.goal, case.x, weight, bias)
+    assert on_path.any()
+    assert same_bits(y[:, on_path], whole[:, on_path])
+    assert bool((y[:, ~on_path] == 7.0).all())
+    assert same_bits(case.conv_state, windows)
+
+
+def test_path_conv_on_other_devices_leaves_bad_rows_alone():
+    case, weight, bias, y, _ = path_conv_case(4, pads=0, full=True)
+    case.accepted[0], case.accepted[1] = NODES, -1
+    on_device("path_conv", y, case.conv_state, *case.goal, case.x, weight, bias)
+    assert bool((y[:, :2] == 7.0).all())
+    assert not bool((y[:, 2:] == 7.0).all())
+
+
 # ---------------------------------------------------------------- the deferred policy
 
 
@@ -906,7 +944,8 @@ def both_ways(op, args, pools):
 @pytest.mark.parametrize("name", [name for name in calls() if "prefill" not in name])
 def test_kernels_for_other_devices_agree_and_never_wait(name):
     """Case 23: all metadata stays on the device, so that a graph replays over any topology."""
-    pools = {"commit_deferred": 5, "flush_history": 5}.get(name, int("commit" in name))
+    known = {"commit_deferred": 5, "flush_history": 5, "path_conv": 1}
+    pools = known.get(name, int("commit" in name))
     for here, there in both_ways(name.split()[0], calls()[name], pools):
         assert here.dtype == there.dtype
         torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-6)
@@ -959,7 +998,18 @@ def test_deferred_commit_on_other_devices_flushes_and_leaves_long_paths_alone():
 
 POOLS = ("state", "conv_state", "history_u", "history_k", "history_g", "history_len")
 OF_ROWS = ("slot", "parents", "num_nodes", "accepted")
-OF_NODES = ("q", "k", "v", "a", "b", "x", "u", "g", "states")  # after the layers, if there are any
+OF_NODES = (
+    "q",
+    "k",
+    "v",
+    "a",
+    "b",
+    "x",
+    "y",
+    "u",
+    "g",
+    "states",
+)  # after the layers, if there are any
 
 
 def emptied(name, how):
@@ -967,7 +1017,7 @@ def emptied(name, how):
     op = name.split()[0]
     schema = getattr(treewy, op).default._schema
     args = dict(zip([arg.name for arg in schema.arguments], calls()[name], strict=False))
-    axis = int(op in (*COMMITS, "flush_history"))
+    axis = int(op in (*OF_PATHS, "flush_history"))
     for key, x in args.items():
         if how == "no slots" and key in POOLS:
             args[key] = x.narrow(0 if key == "history_len" else axis, 0, 0)
@@ -1108,7 +1158,7 @@ def test_verify_refuses_half_a_history():
 
 
 @pytest.mark.parametrize("wrong", [-2, NODES, 2**30, -(2**31)])
-@pytest.mark.parametrize("op", COMMITS)
+@pytest.mark.parametrize("op", OF_PATHS)
 def test_commit_refuses_an_accepted_node_out_of_range_and_writes_nothing(op, wrong):
     """Case 3: named by row, value and bound, before any row is written."""
     args = list(calls()[op])
@@ -1125,7 +1175,7 @@ def test_commit_refuses_an_accepted_node_out_of_range_and_writes_nothing(op, wro
         assert torch.equal(bits(x), y)
 
 
-@pytest.mark.parametrize("op", COMMITS)
+@pytest.mark.parametrize("op", OF_PATHS)
 def test_commit_refuses_a_padded_node_as_accepted(op):
     args = list(calls()[op])
     at = goal_at(op)
@@ -1136,7 +1186,7 @@ def test_commit_refuses_a_padded_node_as_accepted(op):
         getattr(treewy, op)(*args)
 
 
-@pytest.mark.parametrize("op", [*COMMITS, "prefill", "prefill_conv", "flush_history"])
+@pytest.mark.parametrize("op", [*OF_PATHS, "prefill", "prefill_conv", "flush_history"])
 def test_a_slot_is_written_by_one_row_only(op):
     args = list(calls()[op])
     at = {"prefill": 8, "prefill_conv": 2, "flush_history": 5}.get(op, goal_at(op))

@@ -405,7 +405,10 @@ def test_a_nan_sibling_does_not_reach_the_committed_state(config, commit):
 
 
 def test_keys_are_those_that_verification_saw(config):
-    """The stash holds no keys: they come again, bit for bit, from the stashed conv inputs."""
+    """The stash holds no keys: they come again, bit for bit, from the stashed conv inputs.
+
+    Those of the accepted paths: a commit reads no others.
+    """
     run = Run(config, "reconstruct", seed=9)
     run.allocate(4)
     run.prefill([4], [6])
@@ -416,7 +419,10 @@ def test_keys_are_those_that_verification_saw(config):
         tokens = Tokens.random(*tree.parents.shape, channels=run.channels)
         mixed = step.conv(layer, tokens.x, weights.conv)
         seen.append(mixed[..., HK * K : 2 * HK * K].unflatten(-1, (HK, K)))
-    assert torch.equal(step.keys(), torch.stack(seen))
+    for node in range(int(tree.num_nodes[0])):
+        keys = step.path_keys(int32([node, -1]))
+        path = path_of(tree.parents[0], node)
+        assert torch.equal(keys[:, 0, path], torch.stack(seen)[:, 0, path])
 
 
 def test_deferred_rewrites_the_state_only_when_the_history_is_full(config):

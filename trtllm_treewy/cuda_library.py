@@ -204,6 +204,28 @@ class ConvCommitParams(ctypes.Structure):
     ]
 
 
+class PathConvParams(ctypes.Structure):
+    """treewy_path_conv_params."""
+
+    _fields_ = [
+        ("tree", Tree),
+        ("weights", ConvWeights),
+        ("accepted", c_void_p),
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("conv_state", c_void_p),
+        ("weight_stride", c_int64),
+        ("bias_stride", c_int64),
+        ("x_stride", _strides(3)),
+        ("y_stride", _strides(3)),
+        ("state_stride", _strides(3)),
+        ("dtype", c_int32),
+        ("layers", c_int32),
+        ("channels", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 class Packed(ctypes.Structure):
     """treewy_packed."""
 
@@ -318,6 +340,7 @@ LAUNCHERS: dict[str, type[ctypes.Structure]] = {
     "treewy_flush_history": FlushHistoryParams,
     "treewy_tree_conv": TreeConvParams,
     "treewy_conv_commit": ConvCommitParams,
+    "treewy_path_conv": PathConvParams,
     "treewy_prefill_conv": PrefillConvParams,
     "treewy_prefill": PrefillParams,
     "treewy_greedy_accept": GreedyAcceptParams,

@@ -41,9 +41,11 @@ from .op_inputs import (
     Projections,
     Trees,
     Writes,
+    active_entries,
     compute_dtype,
     read_rows,
     select_nodes,
+    write_entries,
 )
 from .op_stash import stash_dtype
 
@@ -386,6 +388,79 @@ def _check_conv_commit(
     Commit(slot, parents, num_nodes, accepted).check(op, conv_state.device)
     shape = (conv_state.shape[0], *parents.shape, conv_state.shape[3])
     op_checks.expect(op, "x", x, "layers, batch, N, C", shape, device=conv_state.device)
+
+
+@torch.library.custom_op("treewy::path_conv", mutates_args=("y",))
+def path_conv(
+    y: Tensor,
+    conv_state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> None:
+    """`tree_conv` again at the nodes of the accepted paths, all layers, with the same bits.
+
+    For outputs of the conv that a commit needs and nobody kept, as the keys. Call it before
+    `conv_commit`: it needs the old windows.
+
+    Args:
+        y: [L, B, N, C], written at the nodes from the root to the accepted one; every other
+            element stays.
+        conv_state: [L, slots, W-1, C], only read.
+        slot, parents, num_nodes, accepted: see the module.
+        x: raw inputs [L, B, N, C], as given to `tree_conv`.
+        weight: [L, C, W].
+        bias: [L, C] or None.
+    """
+    _check_path_conv(y, conv_state, slot, parents, num_nodes, accepted, x, weight, bias)
+    goal = Commit(slot, parents, num_nodes, accepted)
+    plan = goal.trees.plan()
+    active = goal.active("path_conv", plan, conv_state.shape[1])
+    if goal.is_empty(conv_state.shape[1]):
+        return
+    writes = Writes.of(active, slot)
+    if not writes:
+        return
+    paths = goal.paths(plan, writes.rows)
+    wanted = paths >= 0 if writes.keep is None else (paths >= 0) & ~writes.keep[:, None]
+    entries, keep = active_entries(wanted.flatten())
+    nodes = paths.clamp(min=0)
+    index = (writes.rows.repeat_interleave(paths.shape[1])[entries], nodes.flatten()[entries])
+    for layer, into in enumerate(y):
+        window = conv_state[layer].index_select(0, writes.slots)
+        of_layer = None if bias is None else bias[layer]
+        along = x[layer][writes.rows[:, None], nodes]
+        found = reference.path_conv(along, window, weight[layer], of_layer)
+        write_entries(into, index, found.flatten(0, 1)[entries], keep)
+
+
+@path_conv.register_fake
+def _check_path_conv(
+    y: Tensor,
+    conv_state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> None:
+    op, device = "path_conv", conv_state.device
+    op_checks.expect_dims(op, "conv_state", conv_state, "layers, slots, W-1, C")
+    Commit(slot, parents, num_nodes, accepted).check(op, device)
+    layers, _, rows, channels = conv_state.shape
+    shape = (layers, *parents.shape, channels)
+    op_checks.expect(op, "x", x, "layers, batch, N, C", shape, device=device)
+    op_checks.expect(op, "y", y, "layers, batch, N, C", shape, device=device)
+    of_conv = (layers, channels, rows + 1)
+    op_checks.expect(op, "weight", weight, "layers, C, W", of_conv, device=device)
+    if bias is not None:
+        op_checks.expect(op, "bias", bias, "layers, C", (layers, channels), device=device)
 
 
 # ------------------------------------------------------------------ prefill

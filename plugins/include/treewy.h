@@ -263,6 +263,29 @@ typedef struct treewy_conv_commit_params {
 TREEWY_API treewy_status treewy_conv_commit(const treewy_conv_commit_params* params,
                                             treewy_stream stream);
 
+typedef struct treewy_path_conv_params {
+    treewy_tree tree;
+    treewy_conv_weights weights; /* of layer 0 */
+    const int32_t* accepted;     /* [B] */
+    const void* x;               /* raw inputs [L, B, N, C] */
+    void* y;                     /* [L, B, N, C]; not x */
+    const void* conv_state;      /* [L, slots, W-1, C], only read: as before treewy_conv_commit */
+    int64_t weight_stride;       /* layer */
+    int64_t bias_stride;         /* layer */
+    int64_t x_stride[3];         /* layer, row, node */
+    int64_t y_stride[3];
+    int64_t state_stride[3]; /* layer, slot, tap */
+    int32_t dtype;           /* treewy_dtype of x, y and conv_state */
+    int32_t layers;          /* L */
+    int32_t channels;        /* C */
+    int32_t reserved;
+} treewy_path_conv_params;
+
+/* treewy_tree_conv at the nodes from the root to the accepted one, all layers; nothing else of y is
+ * written. Rows that no commit moves are left alone; the commit counts them. */
+TREEWY_API treewy_status treewy_path_conv(const treewy_path_conv_params* params,
+                                          treewy_stream stream);
+
 /* Sequences packed one after the other, without padding. */
 typedef struct treewy_packed {
     int32_t batch; /* B */

@@ -58,6 +58,13 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
                  : "memory");
 }
 
+// A load that begins where it is written, before the copies and waits behind it.
+__device__ __forceinline__ int32_t load_now(const int32_t* from) {
+    int32_t value;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
@@ -99,6 +106,13 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t word) {
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x to one unit in the last place; zero where it would be subnormal.
+__device__ __forceinline__ float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

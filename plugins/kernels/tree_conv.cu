@@ -1,128 +1,207 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Causal conv with SiLU along paths of a tree, and over packed sequences; commit of its windows.
+// Causal conv with SiLU along the paths of a tree: conv.cuh has the equation and its bits.
 //
-//   y_t = silu(bias + sum over j < W of weight[:, j] x[tap j of t]),  channel by channel
+// Floor. Bytes: x in, y out and the windows once: at 16 nodes and 8,192 channels of 16 bits 512 KiB
+// a row and 48 KiB of window; 8.5 us at batch 64 and 4.33 TB/s. Operations, for each result of 16
+// bits: 4 to unpack, 4 multiply-adds, 5 for SiLU (2 on the unit of special functions, 4 of whose
+// cycles each takes on a scheduler: 4.4 us in all), half for packing, 2 for addresses, loads and
+// stores: 15.5 instructions, which at batch 64 and 16 nodes are 4.3 us of all issue slots.
 //
-// Tap W-1 is the node itself, the one before it its parent, and so on up the path; before the root
-// come the rows of the window, newest first. Products are rounded, then added from the oldest tap
-// to the node: one order, so that a path gives the same bits in whatever tree it lies, and
-// the bits of the torch reference up to SiLU.
+// Columns (the kernel for width 4 and 16-byte addresses). A block has 32 columns of one row, and
+// all rows of x that any of its nodes can need, the window before them, in shared memory: every
+// byte of x is asked for once, by copies that begin before anything is known of the tree but the
+// node's index. A warp copies and computes the nodes of its own index modulo the warps, stage by
+// stage of 4 nodes a warp, with 3 stages on their way behind the one it waits for. With one warp,
+// which is what large batches get, a lane reads nothing but what it copied itself: no barrier once
+// the taps are known. They lie in shared memory as offsets, 16 bytes a node.
 //
-// Threads. A thread owns the channels of 16 bytes and keeps their weights in registers, over a run
-// of nodes (or tokens) of one row. Which rows the taps are is worked out once a block. Where
-// pointers or strides are not multiples of 16 bytes, a thread owns one channel.
+// 10 KiB a block of one warp at 16 nodes: 20 blocks a multiprocessor, and up to 8 KiB on their way
+// in each. Small batches, and trees of which few fit, get up to 16 warps a block (plan_columns).
 //
-// Floor. Bytes: x in and y out once; the taps of neighbours come from L1. At 16 nodes and 8,192
-// channels of 16 bits that is 512 KiB a row. Operations: 2 W + one exponential a value.
+// General. A thread owns a channel, or those of 16 bytes, over a run of nodes; taps come from L1.
 
-#include "device.cuh"
-#include "silu.cuh"
+#include "conv.cuh"
 
 namespace treewy {
+
+// ------------------------------------------------------------------ columns
+
+namespace tree_columns {
+
+constexpr int kNodesOfStage = 4;  // of a warp
+constexpr int kAhead = 4;         // stages on their way, the one that is waited for included
+constexpr int kMaxGroups = 16;    // warps of a block
+constexpr int64_t kEnoughWarps = 1536;
+constexpr int64_t kWarpsResident = 16;              // wanted on a multiprocessor
+constexpr int64_t kSharedOfProcessor = 227 * 1024;  // a block takes 1 KiB more than it asks for
+
+struct TreeColumnsWork {
+    treewy_tree_conv_params conv;
+    int columns;  // blocks of a row
+    int groups;   // warps of a block
+    int x_step;   // bytes from node to node
+    int y_step;
+};
+
+struct ColumnsMemory {
+    unsigned char* rows;  // [W - 1 + N, 512 bytes]: window, nodes
+    int4* taps;           // [N] byte offsets of a node's taps in rows, oldest first
+    int32_t* parents;     // [N]
+};
+
+constexpr size_t columns_bytes(int nodes) {
+    const size_t rows = static_cast<size_t>(kWindowRows + nodes) * kRowBytes;
+    const size_t tables = static_cast<size_t>(nodes) * (sizeof(int4) + sizeof(int32_t));
+    return rows + (tables + 15) / 16 * 16;
+}
+
+__device__ __forceinline__ ColumnsMemory columns_memory(int nodes) {
+    ColumnsMemory s;
+    s.rows = shared_memory();
+    s.taps = reinterpret_cast<int4*>(s.rows + (kWindowRows + nodes) * kRowBytes);
+    s.parents = reinterpret_cast<int32_t*>(s.taps + nodes);
+    return s;
+}
+
+// Where the taps of nodes [0, real) lie, for all threads of a block; `parent` is that of the node
+// of the thread's index.
+__device__ __forceinline__ void find_taps(const int32_t* parents, int32_t parent, int nodes,
+                                          int real, const ColumnsMemory& s) {
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    if (thread < nodes) s.parents[thread] = parent;
+    for (int i = thread + threads; i < nodes; i += threads) s.parents[i] = parents[i];
+    __syncthreads();
+    for (int node = thread; node < real; node += threads) {
+        int32_t taps[kColumnWidth];
+        tap_rows(s.parents, node, kColumnWidth, taps);
+        // A row of the window, -1 for the newest, lies as far before node 0 as its index says.
+        s.taps[node] =
+            make_int4((kWindowRows + taps[0]) * kRowBytes, (kWindowRows + taps[1]) * kRowBytes,
+                      (kWindowRows + taps[2]) * kRowBytes, (kWindowRows + taps[3]) * kRowBytes);
+    }
+    __syncthreads();
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 conv_of_node(const ColumnFilter<T>& filter,
+                                              const unsigned char* column, const int4& at) {
+    const uint4 raw[kColumnWidth] = {load_column(column + at.x), load_column(column + at.y),
+                                     load_column(column + at.z), load_column(column + at.w)};
+    Channels<kPer16Bytes<T>> sum;
+#pragma unroll
+    for (int j = 0; j < kColumnWidth; ++j) filter.add(j, unpack<T>(raw[j]), &sum);
+    return filter.finish(sum);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kMaxGroups* kWarp)
+    tree_conv_columns(const __grid_constant__ TreeColumnsWork p) {
+    constexpr int kVec = kPer16Bytes<T>;
+    const treewy_tree& tree = p.conv.tree;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int lane = thread % kWarp, group = thread / kWarp;
+    const int row = static_cast<int>(blockIdx.x) / p.columns;
+    const int channel = (static_cast<int>(blockIdx.x) % p.columns * kWarp + lane) * kVec;
+    const bool works = channel < p.conv.channels;
+    const int nodes = tree.max_nodes, stage_nodes = kNodesOfStage * p.groups;
+    const ColumnsMemory s = columns_memory(nodes);
+    unsigned char* column = s.rows + 16 * lane;
+    unsigned char* column_of_nodes = column + kWindowRows * kRowBytes;
+    const ColumnRows x(static_cast<const T*>(p.conv.x) + row * p.conv.x_stride[0] + channel,
+                       p.x_step);
+    // The warp's nodes of a stage, as far as they are below `stop`.
+    const auto copy_stage = [&](int stage, int stop) {
+#pragma unroll
+        for (int i = 0; i < kNodesOfStage; ++i) {
+            const int node = stage * stage_nodes + i * p.groups + group;
+            if (works && node < stop) {
+                copy_async(column_of_nodes + node * kRowBytes, x[node]);
+            }
+        }
+    };
+
+    // All that can be asked for at once.
+    const int32_t* parents = tree.parents + static_cast<int64_t>(row) * nodes;
+    const int64_t slot = tree.slot[row];
+    const int num_nodes = tree.num_nodes[row];
+    const int32_t parent = thread < nodes ? load_now(parents + thread) : -1;
+    ColumnWeights weights{};
+    if (works) {
+        weights.load(static_cast<const T*>(p.conv.weights.weight) +
+                     static_cast<int64_t>(channel) * kColumnWidth);
+    }
+    copy_stage(0, nodes);
+    const int real = is_live_slot(slot, tree.num_slots) ? min(num_nodes, nodes) : 0;
+    if (works && real > 0) {
+        const T* window =
+            static_cast<const T*>(p.conv.conv_state) + slot * p.conv.state_stride[0] + channel;
+        for (int i = group; i < kWindowRows; i += p.groups) {
+            copy_async(column + i * kRowBytes, window + i * p.conv.state_stride[1]);
+        }
+    }
+    commit_copies();
+#pragma unroll
+    for (int stage = 1; stage < kAhead; ++stage) {
+        copy_stage(stage, real);
+        commit_copies();
+    }
+    find_taps(parents, parent, nodes, real, s);
+    ColumnFilter<T> filter;
+    filter.set(weights, p.conv.weights.bias, channel);
+
+    const ColumnRows y(static_cast<T*>(p.conv.y) + row * p.conv.y_stride[0] + channel, p.y_step);
+    for (int stage = 0; stage * stage_nodes < nodes; ++stage) {
+        wait_copies<kAhead - 1>();
+        copy_stage(stage + kAhead, real);
+        commit_copies();
+        if (p.groups > 1) __syncthreads();  // what the other warps copied
+#pragma unroll 1
+        for (int i = 0; i < kNodesOfStage; ++i) {
+            const int node = stage * stage_nodes + i * p.groups + group;
+            if (!works || node >= nodes) break;
+            uint4 result = make_uint4(0, 0, 0, 0);
+            if (node < real) result = conv_of_node(filter, column, s.taps[node]);
+            store_column(y[node], result);
+        }
+    }
+}
+
+// Warps of a block: one where the batch alone fills the machine, more where it does not, or where
+// trees are so large that few of them fit a multiprocessor.
+inline int plan_groups(int64_t blocks, int nodes) {
+    const int64_t resident =
+        kSharedOfProcessor / (static_cast<int64_t>(columns_bytes(nodes)) + 1024);
+    int groups = 1;
+    while (2 * groups <= kMaxGroups && groups < nodes &&
+           (blocks * groups < kEnoughWarps || resident * groups < kWarpsResident)) {
+        groups *= 2;
+    }
+    return groups;
+}
+
+template <typename T>
+treewy_status run_columns(const char* name, const treewy_tree_conv_params& p,
+                          treewy_stream stream) {
+    constexpr int kBytes = static_cast<int>(sizeof(T));
+    TreeColumnsWork work{p, channel_blocks(p.channels, kWarp, kPer16Bytes<T>), 1,
+                         static_cast<int>(p.x_stride[1]) * kBytes,
+                         static_cast<int>(p.y_stride[1]) * kBytes};
+    const int64_t blocks = int64_t{p.tree.batch} * work.columns;
+    work.groups = plan_groups(blocks, p.tree.max_nodes);
+    return launch(name, tree_conv_columns<T>, blocks, work.groups * kWarp,
+                  columns_bytes(p.tree.max_nodes), stream, work);
+}
+
+}  // namespace tree_columns
+
+// ------------------------------------------------------------------ general
+
 namespace {
 
 constexpr int kThreads = 128;
 constexpr int kMaxNodesOfBlock = 16;
-constexpr int kTokensOfBlock = 32;
 constexpr int64_t kEnoughBlocks = 1024;  // several for every multiprocessor
-
-template <int kVec>
-struct Channels {
-    float x[kVec];
-};
-
-template <int kVec, typename T>
-__device__ __forceinline__ Channels<kVec> load_channels(const T* from) {
-    const Vec<T, kVec> raw = load_vec<kVec>(from);
-    Channels<kVec> out;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) out.x[i] = as_float(raw.x[i]);
-    return out;
-}
-
-template <int kVec, typename T>
-__device__ __forceinline__ void store_channels(T* to, const Channels<kVec>& value) {
-    Vec<T, kVec> raw;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) raw.x[i] = from_float<T>(value.x[i]);
-    store_vec<kVec>(to, raw);
-}
-
-// Weights and bias of a thread's channels. kWidth is W, or 0 where it is known at run time only.
-template <int kVec, int kWidth>
-struct Filter {
-    static constexpr int kMaxWidth = kWidth > 0 ? kWidth : TREEWY_MAX_CONV_WIDTH;
-    float tap[kMaxWidth][kVec];
-    float bias[kVec];
-    bool has_bias;
-    int run_time_width;
-
-    __device__ __forceinline__ int width() const { return kWidth > 0 ? kWidth : run_time_width; }
-
-    template <typename W>
-    __device__ __forceinline__ void load_vectors(const W* from) {
-        constexpr int kCount = kVec * kMaxWidth, kPer = kPer16Bytes<W>;
-#pragma unroll
-        for (int at = 0; at < kCount; at += kPer) {
-            const Vec<W, kPer> raw = load_vec<kPer>(from + at);
-#pragma unroll
-            for (int i = 0; i < kPer; ++i) {
-                tap[(at + i) % kMaxWidth][(at + i) / kMaxWidth] = as_float(raw.x[i]);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void load(const treewy_conv_weights& w, int channel) {
-        run_time_width = w.width;
-        has_bias = w.bias != nullptr;
-        const int64_t first = static_cast<int64_t>(channel) * w.width;
-        // Weights of several channels in a row are whole vectors; see can_use_vectors.
-        if constexpr (kWidth == 4 && kVec > 1) {
-            if (w.dtype == TREEWY_FLOAT32) {
-                load_vectors(static_cast<const float*>(w.weight) + first);
-            } else if (w.dtype == TREEWY_BFLOAT16) {
-                load_vectors(static_cast<const __nv_bfloat16*>(w.weight) + first);
-            } else {
-                load_vectors(static_cast<const __half*>(w.weight) + first);
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < kVec; ++i) {
-#pragma unroll
-                for (int j = 0; j < kMaxWidth; ++j) {
-                    tap[j][i] = 0.0f;
-                    if (j < w.width)
-                        tap[j][i] = load_as_float(w.weight, w.dtype, first + i * w.width + j);
-                }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-            bias[i] = has_bias ? load_as_float(w.bias, w.dtype, channel + i) : 0.0f;
-        }
-    }
-
-    // One more tap: rounded product, then sum, in the reference's order. Tap 0 starts the sum.
-    __device__ __forceinline__ void add(int j, const Channels<kVec>& x, Channels<kVec>* sum) const {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-            const float product = __fmul_rn(x.x[i], tap[j][i]);
-            sum->x[i] = j == 0 ? product : __fadd_rn(sum->x[i], product);
-        }
-    }
-
-    template <typename T>
-    __device__ __forceinline__ void finish(Channels<kVec>* sum) const {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-            if (has_bias) sum->x[i] = __fadd_rn(sum->x[i], bias[i]);
-            sum->x[i] = silu<sizeof(T) == 4>(sum->x[i]);
-        }
-    }
-};
-
-// ------------------------------------------------------------------ trees
 
 struct TreeConvWork {
     treewy_tree_conv_params conv;
@@ -131,9 +210,8 @@ struct TreeConvWork {
     int nodes_of_block;
 };
 
-template <typename T, int kVec, int kWidth>
+template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads) tree_conv(const __grid_constant__ TreeConvWork p) {
-    using F = Filter<kVec, kWidth>;
     __shared__ int32_t parents_s[TREEWY_MAX_NODES];
     __shared__ int32_t taps_s[kMaxNodesOfBlock][TREEWY_MAX_CONV_WIDTH];
     const treewy_tree& tree = p.conv.tree;
@@ -160,17 +238,17 @@ __global__ void __launch_bounds__(kThreads) tree_conv(const __grid_constant__ Tr
 
     const T* x = static_cast<const T*>(p.conv.x) + row * p.conv.x_stride[0] + channel;
     T* y = static_cast<T*>(p.conv.y) + row * p.conv.y_stride[0] + channel;
-    F filter;
+    Filter<kVec> filter;
     const T* window = nullptr;
     if (first < real) {
-        filter.load(p.conv.weights, channel);
+        filter.load(p.conv.weights, 0, 0, channel);
         window = static_cast<const T*>(p.conv.conv_state) + slot * p.conv.state_stride[0] + channel;
     }
     for (int node = first; node < stop; ++node) {
         Channels<kVec> sum{};
         if (node < real) {
 #pragma unroll
-            for (int j = 0; j < F::kMaxWidth; ++j) {
+            for (int j = 0; j < TREEWY_MAX_CONV_WIDTH; ++j) {
                 if (j >= width) break;
                 const int tap = taps_s[node - first][j];
                 const T* from = tap >= 0
@@ -184,306 +262,34 @@ __global__ void __launch_bounds__(kThreads) tree_conv(const __grid_constant__ Tr
     }
 }
 
-// ------------------------------------------------------------------ commit of windows
-
-struct ConvCommitWork {
-    treewy_conv_commit_params conv;
-    int channel_blocks;
-};
-
-// A block owns some channels of one (layer, row): it reads all of the new window, old rows
-// included, before it writes any of it.
-template <typename T, int kVec, int kWidth>
-__global__ void __launch_bounds__(kThreads) conv_commit(const __grid_constant__ ConvCommitWork p) {
-    constexpr int kMaxWidth = kWidth > 0 ? kWidth : TREEWY_MAX_CONV_WIDTH;
-    __shared__ int32_t parents_s[TREEWY_MAX_NODES];
-    __shared__ int32_t taps_s[TREEWY_MAX_CONV_WIDTH];
-    __shared__ bool ordered_s;
-    const treewy_tree& tree = p.conv.tree;
-    unsigned block = blockIdx.x;
-    const int channel_block = static_cast<int>(block % p.channel_blocks);
-    block /= p.channel_blocks;
-    const int row = static_cast<int>(block % tree.batch);
-    const int layer = static_cast<int>(block / tree.batch);
-    const bool reports = channel_block == 0 && layer == 0 && threadIdx.x == 0;
-
-    const int64_t slot = tree.slot[row];
-    const int accepted = p.conv.accepted[row];
-    const RowAction action =
-        commit_action(slot, tree.num_slots, accepted, tree.num_nodes[row], tree.max_nodes);
-    if (action == RowAction::kBad && reports && p.conv.errors != nullptr) {
-        atomicAdd(p.conv.errors, 1);
-    }
-    if (action != RowAction::kMove) return;
-    const int width = p.conv.width;
-    const int32_t* parents = tree.parents + static_cast<int64_t>(row) * tree.max_nodes;
-    for (int i = threadIdx.x; i < tree.max_nodes; i += kThreads) parents_s[i] = parents[i];
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        // The state's commit leaves a row of such a tree alone; so must this one.
-        ordered_s = path_length(parents_s, accepted) > 0;
-        tap_rows(parents_s, accepted, width, taps_s);
-    }
-    __syncthreads();
-    if (!ordered_s) {
-        if (reports && p.conv.errors != nullptr) atomicAdd(p.conv.errors, 1);
-        return;
-    }
-    const int channel = (channel_block * kThreads + static_cast<int>(threadIdx.x)) * kVec;
-    if (channel >= p.conv.channels) return;
-
-    const T* x = static_cast<const T*>(p.conv.x) + layer * p.conv.x_stride[0] +
-                 row * p.conv.x_stride[1] + channel;
-    T* window = static_cast<T*>(p.conv.conv_state) + layer * p.conv.state_stride[0] +
-                slot * p.conv.state_stride[1] + channel;
-    Vec<T, kVec> kept[kMaxWidth - 1];
-#pragma unroll
-    for (int j = 1; j < kMaxWidth; ++j) {
-        if (j >= width) break;
-        const int tap = taps_s[j];
-        const T* from = tap >= 0 ? x + tap * p.conv.x_stride[2]
-                                 : window + window_index(tap, width) * p.conv.state_stride[2];
-        kept[j - 1] = load_vec<kVec>(from);
-    }
-#pragma unroll
-    for (int j = 1; j < kMaxWidth; ++j) {
-        if (j >= width) break;
-        store_vec<kVec>(window + (j - 1) * p.conv.state_stride[2], kept[j - 1]);
-    }
-}
-
-// ------------------------------------------------------------------ packed sequences
-
-struct PrefillConvWork {
-    treewy_prefill_conv_params conv;
-    int channel_blocks;
-};
-
-// Outputs of a tile of tokens; reads the windows, which save_windows changes in a later launch.
-template <typename T, int kVec, int kWidth>
-__global__ void __launch_bounds__(kThreads)
-    prefill_conv(const __grid_constant__ PrefillConvWork p) {
-    using F = Filter<kVec, kWidth>;
-    __shared__ int64_t start_s[kTokensOfBlock];
-    __shared__ int64_t slot_s[kTokensOfBlock];
-    const treewy_packed& packed = p.conv.packed;
-    const int channel_block = static_cast<int>(blockIdx.x % p.channel_blocks);
-    const int64_t first = static_cast<int64_t>(blockIdx.x / p.channel_blocks) * kTokensOfBlock;
-    const int count = static_cast<int>(min(packed.tokens - first, int64_t{kTokensOfBlock}));
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-        const int sequence = find_sequence(packed.cu_seqlens, packed.batch, first + i);
-        slot_s[i] = -1;
-        start_s[i] = 0;
-        if (sequence >= 0) {
-            const int64_t slot = packed.slot[sequence];
-            if (is_live_slot(slot, packed.num_slots)) slot_s[i] = slot;
-            start_s[i] = sequence_span(packed.cu_seqlens, sequence, packed.tokens).start;
-        }
-    }
-    __syncthreads();
-    const int channel = (channel_block * kThreads + static_cast<int>(threadIdx.x)) * kVec;
-    if (channel >= p.conv.channels) return;
-
-    const int width = p.conv.weights.width;
-    const T* x = static_cast<const T*>(p.conv.x) + channel;
-    T* y = static_cast<T*>(p.conv.y) + channel;
-    F filter;
-    filter.load(p.conv.weights, channel);
-    Channels<kVec> taps[F::kMaxWidth];  // oldest first; the token's own at width - 1
-    bool follows = false;               // taps hold the token before this one and its own taps
-    for (int i = 0; i < count; ++i) {
-        const int64_t token = first + i, slot = slot_s[i], start = start_s[i];
-        Channels<kVec> sum{};
-        if (slot < 0) {
-            follows = false;
-        } else {
-            if (follows && token != start) {
-#pragma unroll
-                for (int j = 0; j + 1 < F::kMaxWidth; ++j) taps[j] = taps[j + 1];
-            } else {
-                const T* window = static_cast<const T*>(p.conv.conv_state) +
-                                  slot * p.conv.state_stride[0] + channel;
-#pragma unroll
-                for (int j = 0; j + 1 < F::kMaxWidth; ++j) {
-                    if (j + 1 >= width) break;
-                    const int64_t from = token - (width - 1) + j;
-                    const int64_t before = from - start;  // negative: a row of the window
-                    taps[j] = load_channels<kVec>(
-                        before >= 0 ? x + from * p.conv.x_stride
-                                    : window + (width - 1 + before) * p.conv.state_stride[1]);
-                }
-            }
-            follows = true;
-            const Channels<kVec> own = load_channels<kVec>(x + token * p.conv.x_stride);
-#pragma unroll
-            for (int j = 0; j < F::kMaxWidth; ++j) {
-                if (j == width - 1) taps[j] = own;
-            }
-#pragma unroll
-            for (int j = 0; j < F::kMaxWidth; ++j) {
-                if (j < width) filter.add(j, taps[j], &sum);
-            }
-            filter.template finish<T>(&sum);
-        }
-        store_channels(y + token * p.conv.y_stride, sum);
-    }
-}
-
-// Windows after the last tokens: rows of (old window, tokens), all read before any is written.
-template <typename T, int kVec, int kWidth>
-__global__ void __launch_bounds__(kThreads)
-    save_windows(const __grid_constant__ PrefillConvWork p) {
-    constexpr int kMaxWidth = kWidth > 0 ? kWidth : TREEWY_MAX_CONV_WIDTH;
-    const treewy_packed& packed = p.conv.packed;
-    const int channel_block = static_cast<int>(blockIdx.x % p.channel_blocks);
-    const int sequence = static_cast<int>(blockIdx.x / p.channel_blocks);
-    const int channel = (channel_block * kThreads + static_cast<int>(threadIdx.x)) * kVec;
-    const int64_t slot = packed.slot[sequence];
-    if (channel >= p.conv.channels || !is_live_slot(slot, packed.num_slots)) return;
-    const Span span = sequence_span(packed.cu_seqlens, sequence, packed.tokens);
-    if (span.stop == span.start) return;
-
-    const int width = p.conv.weights.width;
-    const T* x = static_cast<const T*>(p.conv.x) + channel;
-    T* window = static_cast<T*>(p.conv.conv_state) + slot * p.conv.state_stride[0] + channel;
-    Vec<T, kVec> kept[kMaxWidth - 1];
-#pragma unroll
-    for (int j = 0; j < kMaxWidth - 1; ++j) {
-        if (j >= width - 1) break;
-        const int64_t from = span.stop - (width - 1) + j;
-        const int64_t before = from - span.start;
-        kept[j] =
-            load_vec<kVec>(before >= 0 ? x + from * p.conv.x_stride
-                                       : window + (width - 1 + before) * p.conv.state_stride[1]);
-    }
-#pragma unroll
-    for (int j = 0; j < kMaxWidth - 1; ++j) {
-        if (j >= width - 1) break;
-        store_vec<kVec>(window + j * p.conv.state_stride[1], kept[j]);
-    }
-}
-
-// ------------------------------------------------------------------ host
-
-// Types and vector widths that a kernel template is compiled for, chosen at run time:
-// `run` is called with a T, std::integral_constant of the vector and of the width.
-template <int kValue>
-struct Constant {
-    static constexpr int value = kValue;
-};
-
-template <typename T, typename Run>
-treewy_status with_vector(bool vectors, int width, const Run& run) {
-    if (vectors && width == 4) return run(T{}, Constant<kPer16Bytes<T>>{}, Constant<4>{});
-    if (vectors) return run(T{}, Constant<kPer16Bytes<T>>{}, Constant<0>{});
-    return run(T{}, Constant<1>{}, Constant<0>{});
-}
-
-template <typename Run>
-treewy_status with_types(int dtype, bool vectors, int width, const Run& run) {
-    if (dtype == TREEWY_FLOAT32) return with_vector<float>(vectors, width, run);
-    if (dtype == TREEWY_BFLOAT16) return with_vector<__nv_bfloat16>(vectors, width, run);
-    return with_vector<__half>(vectors, width, run);
-}
-
-// Whether rows at all multiples of the strides can be read 16 bytes at a time.
-template <int kCount>
-bool is_vector_layout(const void* data, int dtype, const int64_t (&strides)[kCount]) {
-    const int64_t per_vector = 16 / dtype_bytes(dtype);
-    for (const int64_t stride : strides) {
-        if (stride % per_vector != 0) return false;
-    }
-    return is_aligned(data, 16);
-}
-
-treewy_status check_conv(const char* name, int dtype, int channels, int width) {
-    if (!is_float_dtype(dtype)) {
-        return fail(TREEWY_UNSUPPORTED, "%s: dtype must be float32, bfloat16 or float16, got %d",
-                    name, dtype);
-    }
-    if (channels < 1) {
-        return fail(TREEWY_INVALID_ARGUMENT, "%s: channels must be at least 1, got %d", name,
-                    channels);
-    }
-    if (width < 2 || width > TREEWY_MAX_CONV_WIDTH) {
-        return fail(TREEWY_UNSUPPORTED, "%s: the conv's width must be in [2, %d], got %d", name,
-                    TREEWY_MAX_CONV_WIDTH, width);
-    }
-    return TREEWY_OK;
-}
-
-treewy_status check_weights(const char* name, const treewy_conv_weights& weights) {
-    if (weights.weight == nullptr) {
-        return fail(TREEWY_INVALID_ARGUMENT, "%s: weight must not be null", name);
-    }
-    if (!is_float_dtype(weights.dtype)) {
-        return fail(TREEWY_UNSUPPORTED,
-                    "%s: weights.dtype must be float32, bfloat16 or float16, got %d", name,
-                    weights.dtype);
-    }
-    return TREEWY_OK;
-}
-
-treewy_status check_pointers(const char* name, const void* x, const void* y,
-                             const void* conv_state) {
-    if (x != nullptr && y != nullptr && conv_state != nullptr) return TREEWY_OK;
-    return fail(TREEWY_INVALID_ARGUMENT, "%s: inputs, outputs and conv_state must not be null",
-                name);
-}
-
-int channel_blocks(int channels, int vec) {
-    return static_cast<int>(ceil_div(channels, int64_t{kThreads} * vec));
+template <typename T, int kVec>
+treewy_status run_general(const char* name, const treewy_tree_conv_params& p,
+                          treewy_stream stream) {
+    TreeConvWork work{p, channel_blocks(p.channels, kThreads, kVec), 1, 1};
+    const int64_t all = int64_t{p.tree.batch} * p.tree.max_nodes * work.channel_blocks;
+    const int64_t nodes = all / kEnoughBlocks;
+    work.nodes_of_block =
+        static_cast<int>(nodes < 1 ? 1 : (nodes < kMaxNodesOfBlock ? nodes : kMaxNodesOfBlock));
+    work.node_blocks = static_cast<int>(ceil_div(p.tree.max_nodes, work.nodes_of_block));
+    const int64_t blocks = int64_t{p.tree.batch} * work.node_blocks * work.channel_blocks;
+    return launch(name, tree_conv<T, kVec>, blocks, kThreads, 0, stream, work);
 }
 
 treewy_status run_tree_conv(const char* name, const treewy_tree_conv_params& p,
                             treewy_stream stream) {
-    const bool vectors =
-        p.channels % (16 / dtype_bytes(p.dtype)) == 0 &&
-        is_vector_layout(p.x, p.dtype, p.x_stride) && is_vector_layout(p.y, p.dtype, p.y_stride) &&
-        is_vector_layout(p.conv_state, p.dtype, p.state_stride) && is_aligned(p.weights.weight, 16);
-    return with_types(p.dtype, vectors, p.weights.width, [&](auto t, auto vec, auto width) {
-        TreeConvWork work{p, channel_blocks(p.channels, vec.value), 1, 1};
-        const int64_t all = int64_t{p.tree.batch} * p.tree.max_nodes * work.channel_blocks;
-        const int64_t nodes = all / kEnoughBlocks;
-        work.nodes_of_block =
-            static_cast<int>(nodes < 1 ? 1 : (nodes < kMaxNodesOfBlock ? nodes : kMaxNodesOfBlock));
-        work.node_blocks = static_cast<int>(ceil_div(p.tree.max_nodes, work.nodes_of_block));
-        const int64_t blocks = int64_t{p.tree.batch} * work.node_blocks * work.channel_blocks;
-        return launch(name, tree_conv<decltype(t), decltype(vec)::value, decltype(width)::value>,
-                      blocks, kThreads, 0, stream, work);
-    });
-}
-
-treewy_status run_conv_commit(const char* name, const treewy_conv_commit_params& p,
-                              treewy_stream stream) {
     const bool vectors = p.channels % (16 / dtype_bytes(p.dtype)) == 0 &&
                          is_vector_layout(p.x, p.dtype, p.x_stride) &&
+                         is_vector_layout(p.y, p.dtype, p.y_stride) &&
                          is_vector_layout(p.conv_state, p.dtype, p.state_stride);
-    return with_types(p.dtype, vectors, p.width, [&](auto t, auto vec, auto width) {
-        const ConvCommitWork work{p, channel_blocks(p.channels, vec.value)};
-        const int64_t blocks = int64_t{p.layers} * p.tree.batch * work.channel_blocks;
-        return launch(name, conv_commit<decltype(t), decltype(vec)::value, decltype(width)::value>,
-                      blocks, kThreads, 0, stream, work);
-    });
-}
-
-treewy_status run_prefill_conv(const char* name, const treewy_prefill_conv_params& p,
-                               treewy_stream stream) {
-    const int64_t strides[] = {p.x_stride}, y_strides[] = {p.y_stride};
-    const bool vectors =
-        p.channels % (16 / dtype_bytes(p.dtype)) == 0 && is_vector_layout(p.x, p.dtype, strides) &&
-        is_vector_layout(p.y, p.dtype, y_strides) &&
-        is_vector_layout(p.conv_state, p.dtype, p.state_stride) && is_aligned(p.weights.weight, 16);
-    return with_types(p.dtype, vectors, p.weights.width, [&](auto t, auto vec, auto width) {
-        using T = decltype(t);
-        constexpr int kVec = decltype(vec)::value, kWidth = decltype(width)::value;
-        const PrefillConvWork work{p, channel_blocks(p.channels, kVec)};
-        const int64_t tiles = ceil_div(p.packed.tokens, kTokensOfBlock);
-        const treewy_status status = launch(name, prefill_conv<T, kVec, kWidth>,
-                                            tiles * work.channel_blocks, kThreads, 0, stream, work);
-        if (status != TREEWY_OK) return status;
-        return launch(name, save_windows<T, kVec, kWidth>,
-                      int64_t{p.packed.batch} * work.channel_blocks, kThreads, 0, stream, work);
+    return with_type(p.dtype, [&](auto type) {
+        using T = decltype(type);
+        if (!vectors) return run_general<T, 1>(name, p, stream);
+        if (!is_column_filter(p.weights, p.dtype) ||
+            !has_short_rows(p.x_stride[1], p.dtype, p.tree.max_nodes) ||
+            !has_short_rows(p.y_stride[1], p.dtype, p.tree.max_nodes)) {
+            return run_general<T, kPer16Bytes<T>>(name, p, stream);
+        }
+        return tree_columns::run_columns<T>(name, p, stream);
     });
 }
 
@@ -503,31 +309,4 @@ extern "C" treewy_status treewy_tree_conv(const treewy_tree_conv_params* params,
     if (status == TREEWY_OK) status = treewy::check_weights(name, p.weights);
     if (status == TREEWY_OK) status = treewy::check_pointers(name, p.x, p.y, p.conv_state);
     return status == TREEWY_OK ? treewy::run_tree_conv(name, p, stream) : status;
-}
-
-extern "C" treewy_status treewy_conv_commit(const treewy_conv_commit_params* params,
-                                            treewy_stream stream) {
-    const char* name = "conv_commit";
-    if (params == nullptr) return treewy::fail_null(name);
-    if (params->tree.batch == 0 || params->layers == 0) return TREEWY_OK;
-    const treewy_conv_commit_params& p = *params;
-    treewy_status status = treewy::check_tree(name, p.tree);
-    if (status == TREEWY_OK) status = treewy::check_conv(name, p.dtype, p.channels, p.width);
-    if (status == TREEWY_OK) status = treewy::check_pointers(name, p.x, p.accepted, p.conv_state);
-    return status == TREEWY_OK ? treewy::run_conv_commit(name, p, stream) : status;
-}
-
-extern "C" treewy_status treewy_prefill_conv(const treewy_prefill_conv_params* params,
-                                             treewy_stream stream) {
-    const char* name = "prefill_conv";
-    if (params == nullptr) return treewy::fail_null(name);
-    const treewy_prefill_conv_params& p = *params;
-    if (p.packed.batch == 0 || p.packed.tokens == 0) return TREEWY_OK;
-    treewy_status status = treewy::check_packed(name, p.packed);
-    if (status == TREEWY_OK) {
-        status = treewy::check_conv(name, p.dtype, p.channels, p.weights.width);
-    }
-    if (status == TREEWY_OK) status = treewy::check_weights(name, p.weights);
-    if (status == TREEWY_OK) status = treewy::check_pointers(name, p.x, p.y, p.conv_state);
-    return status == TREEWY_OK ? treewy::run_prefill_conv(name, p, stream) : status;
 }

@@ -354,6 +354,11 @@ inline int __any_sync(unsigned mask, int vote) {
     for (int step = 16; step > 0; step /= 2) vote |= __shfl_xor_sync(mask, vote != 0 ? 1 : 0, step);
     return vote != 0;
 }
+inline unsigned __ballot_sync(unsigned mask, int vote) {
+    unsigned votes = vote != 0 ? 1u << host_cuda::lane() : 0u;
+    for (int step = 16; step > 0; step /= 2) votes |= __shfl_xor_sync(mask, votes, step);
+    return votes;
+}
 // Everyone votes, everyone reads, the vote is cleared; the next one is another, so none is mixed
 // up.
 inline int __syncthreads_or(int vote) {
@@ -387,8 +392,7 @@ inline int atomicAdd(int* to, int value) {
 }
 inline float __fmul_rn(float a, float b) { return a * b; }  // with -ffp-contract=off
 inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fdividef(float a, float b) { return a / b; }
-#define __expf expf
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #define rsqrtf(x) (1.0f / std::sqrt(x))
 using std::max;
 using std::min;
@@ -426,6 +430,7 @@ inline void copy_async(void* shared, const void* global) {
         fiber.copies.push_back({shared, global, fiber.copy_group});
     }
 }
+inline int32_t load_now(const int32_t* from) { return *from; }
 inline void commit_copies() { ++host_cuda::fiber().copy_group; }
 template <int kLater>
 void wait_copies() {
@@ -465,6 +470,7 @@ inline uint32_t transpose_matrix(uint32_t word) {
     return (low & 0xffffu) | high << 16;
 }
 inline float fast_exp2(float x) { return std::exp2(x); }
+inline float fast_reciprocal(float x) { return 1.0f / x; }
 inline void arrive_at(int id, int threads) {
     host_cuda::NamedBarrier& barrier = host_cuda::machine.barriers[id];
     if (barrier.arrived > 0 && barrier.expected != threads) host_cuda::die("threads of a barrier");

@@ -273,6 +273,49 @@ def test_conv_by_blocks_of_several_nodes(gpu, width, dtype):
         suite.check_conv(gpu, case, bias=True, pad=pad)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("nodes", [1, 2, 4, 5, 16, 17, 40, 64, 128])
+def test_conv_by_columns(gpu, nodes, dtype):
+    """One to 16 warps a block, and blocks that fill the machine; a last one that is not whole."""
+    for batch, channels in ((1, 8192), (4, 1032), (70, 8200)):
+        case = suite.conv_case(
+            nodes, nodes=nodes, dtype=dtype, channels=channels, width=4, layers=1, batch=batch,
+            slots=batch + 9,
+        )  # fmt: skip
+        suite.check_conv(gpu, case, bias=nodes % 2 == 1, pad=8)
+
+
+def test_conv_where_columns_do_not_suit(gpu):
+    for pad in (0, 1, 4):
+        case = suite.conv_case(
+            4, nodes=9, dtype=BF16, channels=64, width=4, weight_dtype=F32 if pad < 4 else BF16
+        )
+        suite.check_conv(gpu, case, bias=True, pad=pad)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_conv_of_accepted_paths_has_the_bits_of_tree_conv(gpu, width, dtype):
+    for index, nodes in enumerate(NODES):
+        case = suite.conv_case(
+            nodes, nodes=nodes, dtype=dtype, channels=(64, 2056, 77)[index % 3], width=width,
+            layers=5,
+        )  # fmt: skip
+        suite.check_path_conv(gpu, case, bias=index % 2 == 0, pad=(0, 8, 1)[index % 3])
+
+
+def test_conv_of_accepted_paths_of_many_rows(gpu):
+    for channels, pad in ((2048, 0), (77, 1)):
+        case = suite.conv_case(
+            2, nodes=7, dtype=BF16, channels=channels, width=4, layers=30, batch=256, slots=300
+        )
+        suite.check_path_conv(gpu, case, bias=True, pad=pad)
+
+
+def test_conv_of_accepted_paths_leaves_odd_rows_alone(gpu):
+    suite.check_path_conv_of_odd_rows(gpu)
+
+
 def test_conv_of_a_path_has_the_same_bits_everywhere(gpu):
     for dtype in (F32, BF16, F16):
         case = suite.conv_case(1, nodes=17, dtype=dtype, channels=136, width=4)
@@ -281,9 +324,11 @@ def test_conv_of_a_path_has_the_same_bits_everywhere(gpu):
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("width", [2, 4, 7])
-@pytest.mark.parametrize("lengths", [(1,), (5, 0, 70, 1, 2, 33), (300, 31, 32)])
+@pytest.mark.parametrize(
+    "lengths", [(1,), (5, 0, 70, 1, 2, 33), (300, 31, 32), (3, 4, 5, 6, 7, 8, 1500)]
+)
 def test_prefill_conv_equals_the_reference(gpu, dtype, width, lengths):
-    for channels, pad in ((1032, 8), (40, 1), (19, 0)):
+    for channels, pad in ((1032, 8), (8192, 0), (40, 1), (19, 0)):
         suite.check_prefill_conv(
             gpu, width, dtype=dtype, channels=channels, width=width, lengths=lengths, pad=pad
         )
@@ -446,7 +491,13 @@ class Step:
             return out, accepted
         out, u, g = ops.tree_verify(*delta, *layer)
         accepted = accept(inputs)
-        stash = u[None], k[None], g[None]
+        # As the runtime has it: the keys come again, those of the accepted paths alone.
+        again, of_k = torch.full_like(k[None].flatten(3), float("nan")), slice(keys, 2 * keys)
+        ops.path_conv(
+            again, windows[..., of_k], *tree, accepted, inputs["x"][None, ..., of_k],
+            weight[None, of_k],
+        )  # fmt: skip
+        stash = u[None], again.view_as(k[None]), g[None]
         if self.policy == "deferred":
             ops.commit_deferred(state, *history, *tree, accepted, *stash)
         else:

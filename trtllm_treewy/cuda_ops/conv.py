@@ -1,4 +1,4 @@
-"""The causal conv: of trees, of prompts, and the commit of its windows."""
+"""The causal conv: of trees, of accepted paths, of prompts, and the commit of its windows."""
 
 from __future__ import annotations
 
@@ -100,6 +100,58 @@ def _setup_conv_commit(call: Call, *tensors: Any) -> None:
     call.address(params, "accepted", "x")
 
 
+def path_conv(
+    y: Tensor,
+    conv_state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> None:
+    """`ops.path_conv` by one launch for all layers."""
+    tensors: tuple[Tensor | None, ...]
+    tensors = (y, conv_state, slot, parents, num_nodes, accepted, x, weight, bias)
+    call, ready = prepare("path_conv", tensors, _setup_path_conv)
+    if call.reason is not None:
+        call_reference("path_conv", call, tensors)
+    else:
+        call.launch(ready)
+
+
+def _setup_path_conv(call: Call, *tensors: Any) -> None:
+    from .. import ops
+
+    ops._check_path_conv(*tensors)
+    y, conv_state, _, parents, _, _, x, weight, bias = tensors
+    call.reason = reason_for_reference(
+        conv=(x, conv_state, y),
+        inputs=(weight,) if bias is None else (weight, bias),
+        width=weight.shape[-1],
+        nodes=parents.shape[1],
+    )
+    if call.reason is not None:
+        return
+    whole = weight.stride()[1:] == (weight.shape[2], 1)  # within a layer
+    call.copies = find_copies(tensors, whole=(2, 3, 4, 5), rows=(6, 8))
+    call.copies += () if whole else (7,)
+    params = call.params
+    set_tree(params.tree, parents, conv_state.shape[1])
+    set_weights(params.weights, weight)
+    params.weight_stride = weight.stride(0)
+    params.bias_stride = 0 if bias is None else bias.stride(0)
+    for name, tensor in (("x", x), ("y", y), ("state", conv_state)):
+        getattr(params, f"{name}_stride")[:] = tensor.stride()[:3]
+    params.dtype = DTYPES[x.dtype]
+    params.layers, params.channels = conv_state.shape[0], conv_state.shape[3]
+    call.address(params, "y", "conv_state")
+    call.address(params.tree, "slot", "parents", "num_nodes")
+    call.address(params, "accepted", "x")
+    call.address(params.weights, "weight", "bias")
+
+
 def prefill_conv(
     x: Tensor,
     conv_state: Tensor,
@@ -108,7 +160,7 @@ def prefill_conv(
     weight: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`ops.prefill_conv` by two launches: outputs, then windows."""
+    """`ops.prefill_conv` by one launch; two where width or addresses are odd."""
     tensors: tuple[Tensor | None, ...] = (x, conv_state, slot, cu_seqlens, weight, bias)
     call, tensors = prepare("prefill_conv", tensors, _setup_prefill_conv)
     if call.reason is not None:
