@@ -377,10 +377,9 @@ class TreeGdnStep:
     def conv(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """`x` [B, N, conv_dim], `weight` [conv_dim, kernel]; returns [B, N, conv_dim]."""
         self._check_pending()
-        self.conv_inputs[layer] = x
         self._weights[layer] = weight
         tree = self.tree
-        return torch.ops.treewy.tree_conv(
+        return torch.ops.treewy.tree_conv_into(
             x,
             self.conv_state[layer],
             tree.slot,
@@ -388,6 +387,7 @@ class TreeGdnStep:
             tree.num_nodes,
             weight,
             None,
+            self.conv_inputs[layer],
         )
 
     def delta_rule(

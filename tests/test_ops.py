@@ -170,6 +170,14 @@ def calls():
     ids = torch.randint(0, 2, (2, BATCH, NODES), generator=case.gen)
     return {
         "tree_conv": (case.x[0], case.conv_state[0], *case.trees, case.weight, case.weight[:, 0]),
+        "tree_conv_into": (
+            case.x[0],
+            case.conv_state[0],
+            *case.trees,
+            case.weight,
+            case.weight[:, 0],
+            case.x[1].clone(),
+        ),
         "tree_verify": delta,
         "tree_verify_into": (*delta, u[0].clone(), g[0].clone()),
         "tree_verify_snapshot": delta,
@@ -610,6 +618,16 @@ def test_path_conv_gives_the_bits_of_tree_conv_on_paths_alone(width, dtype):
     assert same_bits(case.conv_state, windows)
 
 
+def test_tree_conv_into_keeps_the_inputs_and_gives_the_bits_of_tree_conv():
+    case = Case(17, dtype=torch.bfloat16)
+    args = (case.x[0], case.conv_state[0], *case.trees, case.weight, case.weight[:, 0])
+    stash = torch.zeros(BATCH + 1, NODES + 2, case.x.shape[-1]).bfloat16()[:BATCH, :NODES]
+    assert same_bits(treewy.tree_conv_into(*args, stash), treewy.tree_conv(*args))
+    assert same_bits(stash[case.real], case.x[0][case.real])
+    with pytest.raises(ValueError, match=r"stash must be \[batch, N, C\]"):
+        treewy.tree_conv_into(*args, stash[:, 1:])
+
+
 def test_path_conv_on_other_devices_leaves_bad_rows_alone():
     case, weight, bias, y, _ = path_conv_case(4, pads=0, full=True)
     case.accepted[0], case.accepted[1] = NODES, -1
@@ -998,18 +1016,8 @@ def test_deferred_commit_on_other_devices_flushes_and_leaves_long_paths_alone():
 
 POOLS = ("state", "conv_state", "history_u", "history_k", "history_g", "history_len")
 OF_ROWS = ("slot", "parents", "num_nodes", "accepted")
-OF_NODES = (
-    "q",
-    "k",
-    "v",
-    "a",
-    "b",
-    "x",
-    "y",
-    "u",
-    "g",
-    "states",
-)  # after the layers, if there are any
+# After the layers, if there are any.
+OF_NODES = ("q", "k", "v", "a", "b", "x", "y", "u", "g", "states", "stash")
 
 
 def emptied(name, how):
@@ -1056,6 +1064,8 @@ def test_nothing_to_do(name, how):
             assert x.shape[:2] == lead
             assert not x.any()
         for key, x in args.items():
+            if op == "tree_conv_into" and key == "stash":
+                continue  # undefined where no nodes are
             if op == "tree_verify_into" and key in ("u", "g"):
                 assert not x.any()  # an output, of nodes that are not there
             else:
@@ -1203,7 +1213,7 @@ def test_a_slot_out_of_range_is_refused(op, wrong):
     verify = dict.fromkeys(
         ("tree_verify", "tree_verify_into", "tree_verify_snapshot", "tree_outputs"), 8
     )
-    verify["tree_conv"] = 2
+    verify |= {"tree_conv": 2, "tree_conv_into": 2}
     at = {"prefill": 8, "prefill_conv": 2, "flush_history": 5, **verify}.get(op, goal_at(op))
     args[at] = args[at].clone()
     args[at][1] = wrong

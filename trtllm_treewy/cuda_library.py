@@ -15,7 +15,7 @@ from typing import Any
 
 LIBRARY_NAME = "libtreewy.so"
 LIBRARY_VARIABLE = "TREEWY_LIBRARY"
-VERSION = 3
+VERSION = 4
 
 MAX_NODES = 128
 MAX_HEAD_DIM = 256
@@ -183,6 +183,8 @@ class TreeConvParams(ctypes.Structure):
         ("state_stride", _strides(2)),
         ("dtype", c_int32),
         ("channels", c_int32),
+        ("stash", c_void_p),
+        ("stash_stride", _strides(2)),
     ]
 
 

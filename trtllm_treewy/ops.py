@@ -326,6 +326,50 @@ def _check_tree_conv(
     trees.check("tree_conv", (x.shape[0], x.shape[1]), x.device)
 
 
+@torch.library.custom_op("treewy::tree_conv_into", mutates_args=("stash",))
+def tree_conv_into(
+    x: Tensor,
+    conv_state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stash: Tensor,
+) -> Tensor:
+    """`tree_conv` that keeps the raw inputs for the commit as they pass by.
+
+    Args:
+        stash: [B, N, C], gets x; what it holds of padded nodes and rows is undefined.
+        others: as for `tree_conv`.
+
+    Returns:
+        A new tensor [B, N, C] in x's type, with the bits that `tree_conv` gives.
+    """
+    _check_tree_conv_into(x, conv_state, Trees(slot, parents, num_nodes), weight, bias, stash)
+    y: Tensor = tree_conv._init_fn(x, conv_state, slot, parents, num_nodes, weight, bias)
+    stash.copy_(x)
+    return y
+
+
+@tree_conv_into.register_fake
+def _(x, conv_state, slot, parents, num_nodes, weight, bias, stash):  # type: ignore[no-untyped-def]
+    _check_tree_conv_into(x, conv_state, Trees(slot, parents, num_nodes), weight, bias, stash)
+    return x.new_empty(x.shape)
+
+
+def _check_tree_conv_into(
+    x: Tensor,
+    conv_state: Tensor,
+    trees: Trees,
+    weight: Tensor,
+    bias: Tensor | None,
+    stash: Tensor,
+) -> None:
+    _check_tree_conv(x, conv_state, trees, weight, bias)
+    op_checks.expect("tree_conv_into", "stash", stash, "batch, N, C", x.shape, device=x.device)
+
+
 def _check_conv(
     op: str, x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None
 ) -> None:

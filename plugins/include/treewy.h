@@ -53,7 +53,7 @@ TREEWY_API const char* treewy_last_error(void);
 
 /* Interface version; a caller checks that it equals TREEWY_VERSION of the header it was built for.
  */
-#define TREEWY_VERSION 3
+#define TREEWY_VERSION 4
 TREEWY_API int32_t treewy_version(void);
 
 /* One batch of draft trees on the device. */
@@ -239,9 +239,12 @@ typedef struct treewy_tree_conv_params {
     int64_t state_stride[2]; /* slot, tap */
     int32_t dtype;           /* treewy_dtype of x, y and conv_state */
     int32_t channels;        /* C */
+    void* stash;             /* [B, N, C], gets x of the real nodes of live rows; or null; not x */
+    int64_t stash_stride[2]; /* row, node */
 } treewy_tree_conv_params;
 
-/* y_t = silu(bias + sum over j of weight[:, j] x at the j-th tap of t's path), for every node. */
+/* y_t = silu(bias + sum over j of weight[:, j] x at the j-th tap of t's path), for every node. The
+ * stash is what commits work from, kept where x passes by. */
 TREEWY_API treewy_status treewy_tree_conv(const treewy_tree_conv_params* params,
                                           treewy_stream stream);
 

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Causal conv with SiLU along the paths of a tree: conv.cuh has the equation and its bits.
+// Causal conv with SiLU along the paths of a tree: conv.cuh has the equation and its bits. Where a
+// stash is given it gets the raw inputs, which the commits need, as they pass by.
 //
-// Floor. Bytes: x in, y out and the windows once: at 16 nodes and 8,192 channels of 16 bits 512 KiB
-// a row and 48 KiB of window; 8.5 us at batch 64 and 4.33 TB/s. Operations, for each result of 16
-// bits: 4 to unpack, 4 multiply-adds, 5 for SiLU (2 on the unit of special functions, 4 of whose
-// cycles each takes on a scheduler: 4.4 us in all), half for packing, 2 for addresses, loads and
-// stores: 15.5 instructions, which at batch 64 and 16 nodes are 4.3 us of all issue slots.
+// Floor. Bytes: x in, y out and the windows once (and the stash out): at 16 nodes and 8,192
+// channels of 16 bits 512 KiB a row and 48 KiB of window; 8.5 us at batch 64 and 4.33 TB/s.
+// Operations, for each result of 16 bits: 4 to unpack, 4 multiply-adds, 5 for SiLU, half for
+// packing, 3 for addresses, loads and stores: 17 instructions as compiled, which at batch 64 and 16
+// nodes are 4.8 us of all issue slots. Two of them go to the unit of special functions, which a
+// scheduler has every 8 cycles: 4.5 us, at the same time.
 //
 // Columns (the kernel for width 4 and 16-byte addresses). A block has 32 columns of one row, and
 // all rows of x that any of its nodes can need, the window before them, in shared memory: every
@@ -17,7 +19,7 @@
 // the taps are known. They lie in shared memory as offsets, 16 bytes a node.
 //
 // 10 KiB a block of one warp at 16 nodes: 20 blocks a multiprocessor, and up to 8 KiB on their way
-// in each. Small batches, and trees of which few fit, get up to 16 warps a block (plan_columns).
+// in each. Small batches, and trees of which few fit, get up to 16 warps a block (plan_groups).
 //
 // General. A thread owns a channel, or those of 16 bytes, over a run of nodes; taps come from L1.
 
@@ -42,6 +44,7 @@ struct TreeColumnsWork {
     int groups;   // warps of a block
     int x_step;   // bytes from node to node
     int y_step;
+    int stash_step;
 };
 
 struct ColumnsMemory {
@@ -83,16 +86,22 @@ __device__ __forceinline__ void find_taps(const int32_t* parents, int32_t parent
     __syncthreads();
 }
 
-template <typename T>
-__device__ __forceinline__ uint4 conv_of_node(const ColumnFilter<T>& filter,
-                                              const unsigned char* column, const int4& at) {
-    const uint4 raw[kColumnWidth] = {load_column(column + at.x), load_column(column + at.y),
-                                     load_column(column + at.z), load_column(column + at.w)};
-    Channels<kPer16Bytes<T>> sum;
+// What a node is made of, its own row last, still packed.
+struct NodeTaps {
+    uint4 raw[kColumnWidth];
+
+    __device__ __forceinline__ NodeTaps(const unsigned char* column, const int4& at)
+        : raw{load_column(column + at.x), load_column(column + at.y), load_column(column + at.z),
+              load_column(column + at.w)} {}
+
+    template <typename T>
+    __device__ __forceinline__ uint4 conv(const ColumnFilter<T>& filter) const {
+        Channels<kPer16Bytes<T>> sum;
 #pragma unroll
-    for (int j = 0; j < kColumnWidth; ++j) filter.add(j, unpack<T>(raw[j]), &sum);
-    return filter.finish(sum);
-}
+        for (int j = 0; j < kColumnWidth; ++j) filter.add(j, unpack<T>(raw[j]), &sum);
+        return filter.finish(sum);
+    }
+};
 
 template <typename T>
 __global__ void __launch_bounds__(kMaxGroups* kWarp)
@@ -151,6 +160,9 @@ __global__ void __launch_bounds__(kMaxGroups* kWarp)
     filter.set(weights, p.conv.weights.bias, channel);
 
     const ColumnRows y(static_cast<T*>(p.conv.y) + row * p.conv.y_stride[0] + channel, p.y_step);
+    const bool keeps = p.conv.stash != nullptr;
+    const ColumnRows stash(static_cast<T*>(p.conv.stash) + row * p.conv.stash_stride[0] + channel,
+                           p.stash_step);
     for (int stage = 0; stage * stage_nodes < nodes; ++stage) {
         wait_copies<kAhead - 1>();
         copy_stage(stage + kAhead, real);
@@ -161,7 +173,11 @@ __global__ void __launch_bounds__(kMaxGroups* kWarp)
             const int node = stage * stage_nodes + i * p.groups + group;
             if (!works || node >= nodes) break;
             uint4 result = make_uint4(0, 0, 0, 0);
-            if (node < real) result = conv_of_node(filter, column, s.taps[node]);
+            if (node < real) {
+                const NodeTaps taps(column, s.taps[node]);
+                if (keeps) store_column(stash[node], taps.raw[kColumnWidth - 1]);
+                result = taps.conv(filter);
+            }
             store_column(y[node], result);
         }
     }
@@ -184,9 +200,12 @@ template <typename T>
 treewy_status run_columns(const char* name, const treewy_tree_conv_params& p,
                           treewy_stream stream) {
     constexpr int kBytes = static_cast<int>(sizeof(T));
-    TreeColumnsWork work{p, channel_blocks(p.channels, kWarp, kPer16Bytes<T>), 1,
+    TreeColumnsWork work{p,
+                         channel_blocks(p.channels, kWarp, kPer16Bytes<T>),
+                         1,
                          static_cast<int>(p.x_stride[1]) * kBytes,
-                         static_cast<int>(p.y_stride[1]) * kBytes};
+                         static_cast<int>(p.y_stride[1]) * kBytes,
+                         p.stash == nullptr ? 0 : static_cast<int>(p.stash_stride[1]) * kBytes};
     const int64_t blocks = int64_t{p.tree.batch} * work.columns;
     work.groups = plan_groups(blocks, p.tree.max_nodes);
     return launch(name, tree_conv_columns<T>, blocks, work.groups * kWarp,
@@ -238,6 +257,8 @@ __global__ void __launch_bounds__(kThreads) tree_conv(const __grid_constant__ Tr
 
     const T* x = static_cast<const T*>(p.conv.x) + row * p.conv.x_stride[0] + channel;
     T* y = static_cast<T*>(p.conv.y) + row * p.conv.y_stride[0] + channel;
+    const bool keeps = p.conv.stash != nullptr;
+    T* stash = static_cast<T*>(p.conv.stash) + row * p.conv.stash_stride[0] + channel;
     Filter<kVec> filter;
     const T* window = nullptr;
     if (first < real) {
@@ -257,6 +278,10 @@ __global__ void __launch_bounds__(kThreads) tree_conv(const __grid_constant__ Tr
                 filter.add(j, load_channels<kVec>(from), &sum);
             }
             filter.template finish<T>(&sum);
+            if (keeps) {
+                store_vec<kVec>(stash + node * p.conv.stash_stride[1],
+                                load_vec<kVec>(x + node * p.conv.x_stride[1]));
+            }
         }
         store_channels(y + node * p.conv.y_stride[1], sum);
     }
@@ -280,13 +305,16 @@ treewy_status run_tree_conv(const char* name, const treewy_tree_conv_params& p,
     const bool vectors = p.channels % (16 / dtype_bytes(p.dtype)) == 0 &&
                          is_vector_layout(p.x, p.dtype, p.x_stride) &&
                          is_vector_layout(p.y, p.dtype, p.y_stride) &&
-                         is_vector_layout(p.conv_state, p.dtype, p.state_stride);
+                         is_vector_layout(p.conv_state, p.dtype, p.state_stride) &&
+                         (p.stash == nullptr || is_vector_layout(p.stash, p.dtype, p.stash_stride));
+    const bool short_rows =
+        has_short_rows(p.x_stride[1], p.dtype, p.tree.max_nodes) &&
+        has_short_rows(p.y_stride[1], p.dtype, p.tree.max_nodes) &&
+        (p.stash == nullptr || has_short_rows(p.stash_stride[1], p.dtype, p.tree.max_nodes));
     return with_type(p.dtype, [&](auto type) {
         using T = decltype(type);
         if (!vectors) return run_general<T, 1>(name, p, stream);
-        if (!is_column_filter(p.weights, p.dtype) ||
-            !has_short_rows(p.x_stride[1], p.dtype, p.tree.max_nodes) ||
-            !has_short_rows(p.y_stride[1], p.dtype, p.tree.max_nodes)) {
+        if (!is_column_filter(p.weights, p.dtype) || !short_rows) {
             return run_general<T, kPer16Bytes<T>>(name, p, stream);
         }
         return tree_columns::run_columns<T>(name, p, stream);

@@ -15,7 +15,7 @@ from .. import cuda_library as lib
 from .acceptance import greedy_accept
 from .call import reference_calls
 from .commits import commit, commit_deferred, commit_inputs, flush_history
-from .conv import conv_commit, path_conv, prefill_conv, tree_conv
+from .conv import conv_commit, path_conv, prefill_conv, tree_conv, tree_conv_into
 from .errors import _error_counters as _error_counters  # tests start afresh
 from .errors import error_count
 from .prompts import prefill
@@ -41,6 +41,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "commit_deferred": commit_deferred,
     "flush_history": flush_history,
     "tree_conv": tree_conv,
+    "tree_conv_into": tree_conv_into,
     "conv_commit": conv_commit,
     "path_conv": path_conv,
     "prefill_conv": prefill_conv,

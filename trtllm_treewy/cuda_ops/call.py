@@ -21,6 +21,7 @@ from .errors import error_address
 
 # Operators whose launcher has another name than they.
 LAUNCHERS = {
+    "tree_conv_into": "treewy_tree_conv",
     "tree_outputs": "treewy_tree_verify",
     "tree_verify_into": "treewy_tree_verify",
 }

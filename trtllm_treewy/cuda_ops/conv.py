@@ -34,13 +34,39 @@ def tree_conv(
     return y
 
 
+def tree_conv_into(
+    x: Tensor,
+    conv_state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stash: Tensor,
+) -> Tensor:
+    """`ops.tree_conv_into` by one launch."""
+    tensors: tuple[Tensor | None, ...]
+    tensors = (x, conv_state, slot, parents, num_nodes, weight, bias, stash)
+    call, tensors = prepare("tree_conv_into", tensors, _setup_tree_conv)
+    if call.reason is not None:
+        result: Tensor = call_reference("tree_conv_into", call, tensors)
+        return result
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    call.launch((*tensors, y))
+    return y
+
+
 def _setup_tree_conv(call: Call, *tensors: Any) -> None:
     from .. import ops
 
-    x, conv_state, slot, parents, num_nodes, weight, bias = tensors
-    ops._check_tree_conv(x, conv_state, Trees(slot, parents, num_nodes), weight, bias)
+    x, conv_state, slot, parents, num_nodes, weight, bias, *into = tensors
+    trees = Trees(slot, parents, num_nodes)
+    if into:
+        ops._check_tree_conv_into(x, conv_state, trees, weight, bias, into[0])
+    else:
+        ops._check_tree_conv(x, conv_state, trees, weight, bias)
     call.reason = reason_for_reference(
-        conv=(x, conv_state),
+        conv=(x, conv_state, *into),
         inputs=(weight,) if bias is None else (weight, bias),
         width=weight.shape[1],
         nodes=parents.shape[1],
@@ -58,6 +84,9 @@ def _setup_tree_conv(call: Call, *tensors: Any) -> None:
     call.address(params, "x", "conv_state")
     call.address(params.tree, "slot", "parents", "num_nodes")
     call.address(params.weights, "weight", "bias")
+    for stash in into:
+        params.stash_stride[:] = stash.stride()[:2]
+        call.address(params, "stash")
     call.address(params, "y")
 
 
