@@ -741,7 +741,7 @@ def conv_case(
 
 
 def check_conv(machine, case, *, bias, pad):
-    """Values, zeros of padding, the stash, and poison around the inputs and in the padding."""
+    """Values, zeros of padding, and poison around the inputs and in the padding."""
     trees = [case[name] for name in ("slot", "parents", "num_nodes")]
     x, state = case["x"][0].clone(), case["state"][0].clone()
     given = case["bias"] if bias else None
@@ -751,21 +751,31 @@ def check_conv(machine, case, *, bias, pad):
     x[padded] = float("nan")
     free = [s for s in range(state.shape[0]) if s not in case["slot"].tolist()]
     state[free] = float("inf")
-    args = (
+    y = machine.call(
+        "tree_conv",
         spread(x, machine, pad=(pad, 1)),
         spread(state, machine, pad=(pad, 0)),
         *(machine.put(t) for t in trees),
         machine.put(case["weight"]),
         None if given is None else machine.put(given),
     )
-    y = machine.call("tree_conv", *args)
     machine.close(f"tree_conv {str(x.dtype)[6:]}", y, truth)
     padded |= (case["slot"] < 0)[:, None]
     assert not y.cpu()[padded].any()
+
+
+def check_conv_stash(machine, case, *, pad):
+    """tree_conv_into: the bits of tree_conv, and the inputs of real nodes, nothing beside them."""
+    trees = [case[name] for name in ("slot", "parents", "num_nodes")]
+    x, weight = case["x"][0], machine.put(case["weight"])
+    real = (torch.arange(x.shape[1]) < trees[2][:, None]) & (trees[0] >= 0)[:, None]
+    args = (spread(x, machine, pad=(pad, 1)), machine.put(case["state"][0]))
+    args = (*args, *(machine.put(t) for t in trees), weight, machine.put(case["bias"]))
     stash = spread(torch.full_like(x, 7.0), machine, pad=(pad, 2))
-    assert same_bits(machine.call("tree_conv_into", *args, stash).cpu(), y.cpu())
-    assert same_bits(stash.cpu()[~padded], x[~padded])
-    assert bool((stash.cpu()[padded] == 7.0).all())
+    y = machine.call("tree_conv_into", *args, stash)
+    assert same_bits(y.cpu(), machine.call("tree_conv", *args).cpu())
+    assert same_bits(stash.cpu()[real], x[real])
+    assert bool((stash.cpu()[~real] == 7.0).all())
 
 
 def check_conv_path_bits(machine, case):

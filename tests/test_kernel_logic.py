@@ -318,6 +318,7 @@ def test_conv_equals_the_reference(host, width, dtype):
             nodes, nodes=nodes, dtype=dtype, channels=(64, 1032, 19)[index], width=width
         )
         suite.check_conv(host, case, bias=index % 2 == 0, pad=(0, 8, 1)[index])
+        suite.check_conv_stash(host, case, pad=(0, 8, 1)[index])
         suite.check_conv_commit(host, case, pad=(0, 8, 1)[index])
 
 
@@ -334,6 +335,7 @@ def test_conv_by_blocks_of_several_nodes(host):
         3, nodes=39, dtype=F32, channels=8, width=5, layers=1, batch=128, slots=130
     )
     suite.check_conv(host, case, bias=True, pad=0)
+    suite.check_conv_stash(host, case, pad=0)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
@@ -348,6 +350,7 @@ def test_conv_by_columns(host, host_library, nodes, channels, batch, dtype):
         slots=batch + 3,
     )  # fmt: skip
     suite.check_conv(host, case, bias=nodes % 2 == 1, pad=8)
+    suite.check_conv_stash(host, case, pad=8)
     assert "tree_conv_columns" in kernel_name(host_library)
 
 
@@ -358,6 +361,7 @@ def test_conv_by_columns_of_one_warp(host, host_library):
             nodes, nodes=nodes, dtype=BF16, channels=512, width=4, layers=1, batch=800, slots=900
         )
         suite.check_conv(host, case, bias=False, pad=0)
+        suite.check_conv_stash(host, case, pad=0)
         assert "tree_conv_columns" in kernel_name(host_library)
 
 
@@ -366,9 +370,11 @@ def test_conv_where_columns_do_not_suit(host, host_library):
     case = suite.conv_case(4, nodes=9, dtype=BF16, channels=64, width=4, weight_dtype=F32, batch=3)
     for pad in (0, 1):
         suite.check_conv(host, case, bias=True, pad=pad)
+        suite.check_conv_stash(host, case, pad=pad)
         assert "columns" not in kernel_name(host_library)
     case = suite.conv_case(4, nodes=9, dtype=BF16, channels=64, width=4)
     suite.check_conv(host, case, bias=True, pad=4)
+    suite.check_conv_stash(host, case, pad=4)
     assert "columns" not in kernel_name(host_library)
 
 

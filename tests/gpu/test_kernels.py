@@ -260,6 +260,7 @@ def test_conv_equals_the_reference(gpu, width, dtype):
         channels = (64, 1032, 77)[index % 3]
         case = suite.conv_case(nodes, nodes=nodes, dtype=dtype, channels=channels, width=width)
         suite.check_conv(gpu, case, bias=index % 2 == 0, pad=(0, 8, 1)[index % 3])
+        suite.check_conv_stash(gpu, case, pad=(0, 8, 1)[index % 3])
         suite.check_conv_commit(gpu, case, pad=(0, 8, 1)[index % 3])
 
 
@@ -271,6 +272,7 @@ def test_conv_by_blocks_of_several_nodes(gpu, width, dtype):
             3, nodes=39, dtype=dtype, channels=channels, width=width, layers=1, batch=128, slots=130
         )
         suite.check_conv(gpu, case, bias=True, pad=pad)
+        suite.check_conv_stash(gpu, case, pad=pad)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
@@ -283,6 +285,7 @@ def test_conv_by_columns(gpu, nodes, dtype):
             slots=batch + 9,
         )  # fmt: skip
         suite.check_conv(gpu, case, bias=nodes % 2 == 1, pad=8)
+        suite.check_conv_stash(gpu, case, pad=8)
 
 
 def test_conv_where_columns_do_not_suit(gpu):
@@ -291,6 +294,7 @@ def test_conv_where_columns_do_not_suit(gpu):
             4, nodes=9, dtype=BF16, channels=64, width=4, weight_dtype=F32 if pad < 4 else BF16
         )
         suite.check_conv(gpu, case, bias=True, pad=pad)
+        suite.check_conv_stash(gpu, case, pad=pad)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
