@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 import types
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ pytest.importorskip("prometheus_client", reason="the extra triton is not install
 pytest.importorskip("yaml", reason="the extra test is not installed")
 
 import yaml
+from serving import until
 
 from trtllm_treewy.cli import arguments, main
 from trtllm_treewy.outputs import AcceptanceStats, CompletionOutput, RequestOutput
@@ -566,36 +569,102 @@ def test_the_mirror_shows_what_the_metrics_say():
     mirror.close()
 
 
-WATCH = """
-import subprocess, sys, time
-child = '''
-import time
-from types import SimpleNamespace
-from trtllm_treewy.runtime.triton.watch import Watch
-front = SimpleNamespace(end_cancelled=lambda: None, failure=None)
-Watch(front, SimpleNamespace(update=lambda: None), print)
-print("watching", flush=True)
-time.sleep(60)
-'''
-process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
-assert process.stdout.readline() == "watching\\n"
-print(process.pid, flush=True)
-time.sleep(60)
+STUB = """
+import ctypes, mmap, os, sys
+from trtllm_treewy.runtime.triton.guard import end_with_server
+region = os.open("/dev/shm/" + sys.argv[1], os.O_RDWR | os.O_CREAT)
+os.truncate(region, 4096)
+mapped = mmap.mmap(region, 4096)
+end_with_server()
+os.write(1, b"guarded")
+os.close(1)
+ctypes.PyDLL(None).sleep(600)  # keeps the lock of Python, as a wait for Triton may
+"""
+SERVER = """
+import os, subprocess, sys, time
+stub, region, server = sys.argv[1:]
+# The region and the server's process stand where they do in a stub's arguments.
+command = [sys.executable, "-", region, "1", "1", server or str(os.getpid())]
+process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+process.stdin.write(stub.encode())
+process.stdin.close()
+said = process.stdout.read()  # to its end: the guard closes what is not its own
+print(process.pid, said.decode(), flush=True)
+time.sleep(600)
 """
 
 
+@contextmanager
+def guarded(server=""):
+    """A server's process, its child's, which can run no Python, and the memory that they share.
+
+    The child is told that `server` has started it.
+    """
+    region = Path("/dev/shm", f"treewy_test_{os.getpid()}_guarded")
+    command = [sys.executable, "-c", SERVER, STUB, region.name, server]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        child, *said = server.stdout.readline().split()
+        try:
+            yield server, int(child), said, region
+        finally:
+            for process in (server.pid, int(child)):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            region.unlink(missing_ok=True)
+
+
 def test_the_process_of_a_model_ends_with_its_server():
-    """A server that was killed leaves them behind otherwise, with the memory of the GPU."""
-    server = subprocess.Popen([sys.executable, "-c", WATCH], stdout=subprocess.PIPE, text=True)
-    child = int(server.stdout.readline())
-    os.kill(child, 0)
-    server.send_signal(signal.SIGKILL)
-    server.wait()
-    server.stdout.close()
-    deadline = time.monotonic() + 10
-    while _runs(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    """One that was killed leaves it behind otherwise, with the memory of the GPU."""
+    with guarded() as (server, child, said, region):
+        (guard,) = _children(child)
+        assert said == ["guarded"]
+        time.sleep(0.5)
+        assert _runs(child)
+        assert region.exists()
+        os.kill(guard, signal.SIGTERM)  # as a whole session gets it
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        until(lambda: not _runs(child) and not _runs(guard) and not region.exists(), 10)
+
+
+def test_the_guard_of_a_process_ends_with_it():
+    with guarded() as (server, child, _, region):
+        (guard,) = _children(child)
+        os.kill(child, signal.SIGKILL)
+        until(lambda: not _runs(guard), 10)
+        assert server.poll() is None
+        assert region.exists()  # the server's to remove
+
+
+def test_a_process_of_a_model_whose_server_has_gone_already_ends_at_once():
+    """Its parent is another then."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    time.sleep(0.5)  # nobody waits for it: its number is its own
+    with guarded(str(gone.pid)) as (_, child, said, region):
+        until(lambda: not _runs(child), 10)
+        assert said == []
+        assert not region.exists()
+    gone.wait()
+
+
+def test_a_process_of_a_model_may_have_one_between_it_and_the_server():
+    with guarded(str(os.getpid())) as (between, child, said, _):
+        assert said == ["guarded"]
+        time.sleep(0.5)
+        assert _runs(child)
+        between.kill()
+        between.wait()
+        until(lambda: not _runs(child), 10)
+
+
+def _children(pid):
+    """Those that run, of a process or of none that is there any more."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            found += [int(stat.parent.name)] * (int(parent) == pid and state != "Z")
+    return found
 
 
 def _runs(pid):

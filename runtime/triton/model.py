@@ -24,8 +24,20 @@ _CODES = {400: "INVALID_ARG", 404: "NOT_FOUND", 429: "UNAVAILABLE", 503: "UNAVAI
 class TritonPythonModel:
     """One instance of the model: one engine, in which all its requests run together."""
 
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """Adds nothing; Triton asks in a process of its own, which must not outlive it either."""
+        from .guard import end_with_server
+
+        end_with_server()
+        return config
+
     def initialize(self, args: Mapping[str, str]) -> None:
         """Loads the model; an exception keeps Triton from serving it, and is in Triton's log."""
+        from .guard import end_with_server
+
+        end_with_server()
+
         import triton_python_backend_utils as pb_utils
 
         from .places import device_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,9 +19,6 @@ METRICS_SECONDS = 1.0
 class Watch:
     """A thread beside the requests, which Triton's answers do not hold up.
 
-    It ends the process where the server that started it has gone: a server that crashed, or that
-    was killed, leaves the processes of its models behind, with the GPU's memory.
-
     Args:
         front: whose requests and engine.
         mirror: brought up to date every second.
@@ -35,7 +31,6 @@ class Watch:
         self._front, self._mirror, self._on_failure = front, mirror, on_failure
         self._end = threading.Event()
         self._told = False
-        self._parent = os.getppid()
         self._thread = threading.Thread(target=self._run, name="treewy-watch", daemon=True)
         self._thread.start()
 
@@ -47,8 +42,6 @@ class Watch:
     def _run(self) -> None:
         due = 0.0
         while not self._end.wait(POLL_SECONDS):
-            if os.getppid() != self._parent:
-                os._exit(1)  # nobody is there to say anything to
             self._front.end_cancelled()
             if time.monotonic() >= due:
                 self._mirror.update()
