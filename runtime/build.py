@@ -22,7 +22,7 @@ from .buckets import Buckets
 from .commit_policy import choose_stash
 from .cuda_graphs import GraphSizes, make_runner
 from .decode_graphs import GraphOptions, accept_greedily, buffer_sizes
-from .device_decoder import DeviceDecoder
+from .device_decoder import DeviceDecoder, is_chain
 from .device_memory import free_memory
 from .drafter import Drafter, NullDrafter
 from .engine import Engine
@@ -223,7 +223,9 @@ def graph_options(
         max_path=speculation.max_depth + 1,
         topology=speculation.topology() if static else None,
         accept=accept_greedily if law is None else accept_by_depth(law),
-        report_trees=auto,
+        # Of a chain the nodes say it all.
+        report_trees=auto and static and not is_chain(speculation.topology()),
+        all_nodes=auto and static,
     )
 
 

@@ -7,6 +7,7 @@ by slot; one row more takes the writes of padding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,6 +172,11 @@ class DecodeBuffers:
         padded = rows + [(-1, 0, 0)] * (batch - len(rows))
         columns = torch.tensor(padded, dtype=torch.int32).T.contiguous().flatten()
         self._rows[: 3 * batch].copy_(upload(columns, self.device))
+
+    def load_nodes(self, batch: int, nodes: Sequence[int]) -> None:
+        """Nodes of each row alone; padding keeps what it has, which is never looked at."""
+        counts = torch.tensor(list(nodes), dtype=torch.int32)
+        self.num_nodes(batch)[: len(nodes)].copy_(upload(counts, self.device))
 
     def load_draft_rows(self, batch: int, rows: list[tuple[int, int]]) -> None:
         """Slot and context of the rows to draft for, padded likewise."""

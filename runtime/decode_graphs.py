@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +46,8 @@ class GraphOptions:
         topology: of the trees that are drafted on the device, None for none.
         accept: how paths are accepted on the device.
         report_trees: tell the host the shape and the scores of verified trees too.
+        all_nodes: a step may have any of the sizes' numbers of nodes at any time, so that all are
+            captured at the start; otherwise it has the largest, and others are rare.
     """
 
     sizes: GraphSizes
@@ -54,6 +55,7 @@ class GraphOptions:
     topology: TreeTopology | None = None
     accept: Accept = accept_greedily
     report_trees: bool = False
+    all_nodes: bool = False
 
 
 class DecodeGraphs:
@@ -92,6 +94,11 @@ class DecodeGraphs:
             self.drafts = StaticDrafts(
                 model, pools.kv_cache, first_mtp_layer, self.buffers, topology
             )
+        # Which drafted nodes there are to choose from in a step of so many, and their parents.
+        self._within: dict[int, tuple[Tensor, Tensor]] = {}
+        if self.drafts is not None:
+            for nodes in self.sizes.nodes:
+                self._within[nodes] = self.drafts.nodes_within(self.drafts.depth_for(nodes))
         self._steps: dict[Shape, TreeGdnStep] = {}
         self._functions: dict[tuple[object, ...], Callable[[], None]] = {}
         # Where attention masks the rows up to a bound, each bound is another function.
@@ -103,12 +110,13 @@ class DecodeGraphs:
         return self._runner.memory_bytes
 
     def capture_all(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures the steps of whole trees now, the largest batch first; others as they are met.
+        """Captures steps now, the largest first; others as they are met.
 
-        Later captures find their memory in the pool of the largest. `progress` is told how many
-        are done.
+        Those of whole trees, or of all numbers of nodes (`GraphOptions.all_nodes`). Later captures
+        find their memory in the pool of the largest. `progress` is told how many are done.
         """
-        shapes = [(batch, self.sizes.nodes[-1]) for batch in reversed(self.sizes.batch)]
+        widths = self.sizes.nodes if self.options.all_nodes else self.sizes.nodes[-1:]
+        shapes = [(b, n) for b in reversed(self.sizes.batch) for n in reversed(widths)]
         for done, (batch, nodes) in enumerate(shapes, start=1):
             self._record_step(batch, nodes, self._bound(0))
             if progress is not None:
@@ -132,12 +140,19 @@ class DecodeGraphs:
         self._record(("accept", batch, nodes), partial(self._accept, batch, nodes))
         self._record(("commit", batch, nodes), partial(self._commit, batch, nodes))
         self._record(("fill", batch, nodes), partial(self._fill, batch, nodes))
-        self._record_drafts(batch, bound)
-
-    def _record_drafts(self, batch: int, bound: int) -> None:
-        """Captures drafting, whose functions may run twice over whatever the buffers hold."""
         if self.drafts is not None:
-            self._record(("draft", batch, bound), partial(self.drafts.draft, batch, bound))
+            if nodes == 1:
+                append = partial(self._commit, batch, nodes, append=True)
+                self._record(("append", batch, nodes), append)
+            self._record_drafts(batch, bound, self.drafts.depth_for(nodes))
+
+    def _record_drafts(self, batch: int, bound: int, levels: int) -> None:
+        """Captures drafting, whose functions may run twice over whatever the buffers hold."""
+        assert self.drafts is not None
+        if levels:
+            draft = partial(self.drafts.draft, batch, bound, levels)
+            self._record(("draft", batch, bound, levels), draft)
+        else:
             self._record(("extend", batch, bound), partial(self._extend, batch, bound))
 
     def _record(self, key: tuple[object, ...], function: Callable[[], None]) -> None:
@@ -152,14 +167,15 @@ class DecodeGraphs:
         """Takes the trees drafted on the device, cut to their best nodes where there are more."""
         buffers = self.buffers
         index = buffers.by_slot(buffers.slot(batch))
-        tokens, scores = buffers.tree_tokens[index], buffers.tree_scores[index]
-        size = tokens.shape[1]
         if self.drafts is None or nodes == 1:
-            parents = buffers.parents(batch, nodes).fill_(-1)
-            buffers.tokens(batch, nodes)[:, :1] = tokens[:, :1]
+            buffers.parents(batch, nodes).fill_(-1)
+            buffers.tokens(batch, nodes)[:, :1] = buffers.tree_tokens[index, :1]
             buffers.scores(batch, nodes).zero_()
             return
-        own = self.drafts.parents
+        kept, own = self._within[nodes]
+        tokens = buffers.tree_tokens[index].index_select(1, kept)
+        scores = buffers.tree_scores[index].index_select(1, kept)
+        size = tokens.shape[1]
         if nodes < size:
             tokens, parents, scores = best_nodes(tokens, own, scores, nodes)
             size = nodes
@@ -210,8 +226,11 @@ class DecodeGraphs:
         columns = 2 * min(nodes, self.buffers.sizes.path) + 1
         return columns + 2 * nodes * self.options.report_trees
 
-    def _commit(self, batch: int, nodes: int) -> None:
-        """Moves states and cache rows; what was accepted is pending for the MTP module."""
+    def _commit(self, batch: int, nodes: int, append: bool = False) -> None:
+        """Moves states and cache rows; what was accepted is pending for the MTP module.
+
+        In place of what was pending, or with `append`, in a step of roots alone, behind it.
+        """
         buffers, pools = self.buffers, self._pools
         tree = buffers.tree(batch, nodes, 0)
         path = buffers.path(batch, nodes)
@@ -231,9 +250,16 @@ class DecodeGraphs:
         )
         hidden = buffers.hidden(batch, nodes)
         hidden = hidden.gather(1, path.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[2]))
-        buffers.pending_tokens[index, :columns] = tokens
-        buffers.pending_hidden[index, :columns] = hidden
-        buffers.pending_len[index] = count
+        if append:
+            # Of rows that nobody drafts for it is never asked, however many they are.
+            held = buffers.pending_len[index].clamp(max=buffers.sizes.path - 1).long()
+            buffers.pending_tokens[index, held] = tokens[:, 0]
+            buffers.pending_hidden[index, held] = hidden[:, 0]
+            buffers.pending_len[index] = held.int() + count
+        else:
+            buffers.pending_tokens[index, :columns] = tokens
+            buffers.pending_hidden[index, :columns] = hidden
+            buffers.pending_len[index] = count
         buffers.tree_tokens[index, 0] = buffers.bonus(batch).clamp(min=0)
         buffers.draft_slot(batch).copy_(tree.slot)
         buffers.draft_context(batch).copy_(tree.context_lens + count)
@@ -253,41 +279,60 @@ class DecodeGraphs:
         return next(size for size in self.sizes.batch if size >= rows)
 
     @torch.inference_mode()
-    def run_step(self, shape: Shape, rows: Sequence[tuple[int, int, int]]) -> None:
+    def run_step(
+        self, shape: Shape, rows: Sequence[tuple[int, int, int]], append: bool = False
+    ) -> None:
         """Verifies, accepts and commits the trees that were drafted on the device.
 
         Args:
             shape: of the step.
             rows: slot, committed tokens and nodes of each.
+            append: in a step of roots alone, keep the pairs that the MTP module has not seen.
         """
         bound = self._prepare(shape, max(context for _, context, _ in rows))
         self.buffers.load_rows(shape[0], list(rows))
-        self._replay_step(shape, bound)
+        self._runner.replay(("fill", *shape))
+        self._replay_step(shape, bound, append)
+
+    def ready(self, shape: Shape) -> bool:
+        """Whether `run_step_again` may have this shape."""
+        return ("commit", *shape) in self._runner
 
     @torch.inference_mode()
-    def run_step_again(self, shape: Shape, max_context: int) -> None:
+    def run_step_again(
+        self,
+        shape: Shape,
+        max_context: int,
+        nodes: Sequence[int] | None = None,
+        append: bool = False,
+    ) -> None:
         """A step of the rows of the last one, each as far on as that has brought it.
 
         Args:
-            shape: of the last step.
+            shape: as many rows as the last step's, and a number of nodes that is `ready`.
             max_context: at least the most tokens that a row may have by now.
+            nodes: of each row, where they are others than those of the last step.
+            append: as in `run_step`.
         """
         bound = self._bound(max_context + self.buffers.sizes.path)
         self._pools.kv_cache.flush()
         self.buffers.context(shape[0]).copy_(self.buffers.draft_context(shape[0]))
-        # Captured over what the buffers hold, which is written behind all that is committed.
+        if nodes is not None:
+            self.buffers.load_nodes(shape[0], nodes)
+        self._runner.replay(("fill", *shape))
+        # Captured over the step's own trees, whose rows are written behind all that is committed.
         self._record(("verify", *shape, bound), partial(self._verify, *shape, bound))
-        self._replay_step(shape, bound)
+        self._replay_step(shape, bound, append)
 
-    def _replay_step(self, shape: Shape, bound: int) -> None:
-        for name in ("fill", "verify", "accept", "commit"):
+    def _replay_step(self, shape: Shape, bound: int, append: bool) -> None:
+        for name in ("verify", "accept", "append" if append else "commit"):
             key = (name, *shape, bound) if name == "verify" else (name, *shape)
             self._runner.replay(key)
 
     @torch.inference_mode()
     def run_drafts(
         self,
-        mode: Literal["draft", "extend"],
+        nodes: int,
         batch: int,
         max_context: int,
         rows: Sequence[tuple[int, int]] | None = None,
@@ -295,17 +340,19 @@ class DecodeGraphs:
         """Drafts the next trees, or enters the pending pairs alone.
 
         Args:
-            mode: which.
+            nodes: of the captured step that the trees are for; 1 for no trees.
             batch: a captured batch size.
             max_context: at least the largest number of committed tokens.
             rows: slot and committed tokens of each; those of the last step where not given.
         """
+        assert self.drafts is not None
         bound = self._bound(max_context + self.buffers.sizes.path)
+        levels = self.drafts.depth_for(nodes)
         self._pools.kv_cache.flush()
         if rows is not None:
             self.buffers.load_draft_rows(batch, list(rows))
-        self._record_drafts(batch, bound)
-        self._runner.replay((mode, batch, bound))
+        self._record_drafts(batch, bound, levels)
+        self._runner.replay(("draft", batch, bound, levels) if levels else ("extend", batch, bound))
 
     def replay_part(self, name: str, shape: Shape, max_context: int) -> None:
         """Replays one function over what the buffers hold; for measurements."""
@@ -318,7 +365,9 @@ class DecodeGraphs:
 
     def _key(self, name: str, shape: Shape, max_context: int) -> tuple[object, ...]:
         bound = self._bound(max_context + self.buffers.sizes.path)
-        if name in ("draft", "extend"):
+        if name == "draft" and self.drafts is not None:
+            return name, shape[0], bound, self.drafts.depth_for(shape[1])
+        if name == "extend":
             return name, shape[0], bound
         return (name, *shape, bound) if name == "verify" else (name, *shape)
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from trtllm_treewy.batch import upload
-from trtllm_treewy.draft_tree import DraftTree
+from trtllm_treewy.draft_tree import DraftTree, TreeTopology
 
 from .decode_graphs import DecodeGraphs
 from .drafter import MtpCache
@@ -33,7 +32,8 @@ class DecodedRow:
         token_ids: the tokens after each of them, the bonus last.
         faulty: a node on the path has logits that are not finite.
         num_nodes: of its tree.
-        tree: the verified tree with its scores, where the policy wants it; tokens are not told.
+        tree: the verified tree with its scores, where the policy wants it; tokens are not told,
+            nor the scores of a chain, which fall from node to node whatever they are.
     """
 
     path: list[int]
@@ -48,22 +48,31 @@ class _Launched:
     """A step that the device is at.
 
     Attributes:
-        slots, nodes: of its rows.
+        slots, drafted, nodes: of its rows; whether drafts are made for them, and how many nodes.
         shape: that it is captured for.
         max_context: at least the committed tokens of every row, when it began.
         columns: numbers that the host is told of a row.
         table: int32 [rows, columns] on the host, complete after `event`.
-        drafting: what follows it, "draft" or "extend", or None.
+        appends: whether its pairs stand behind those that the MTP module has not seen.
+        held: pairs that a row has at most when it ends.
+        following: captured nodes of the next step, for which it drafts.
+        next_nodes: of its rows.
+        entered: whether the module sees all pairs before the next step.
     """
 
     slots: list[int]
+    drafted: list[bool]
     nodes: list[int]
     shape: tuple[int, int]
     max_context: int
     columns: int
     table: Tensor
     event: torch.cuda.Event | None
-    drafting: Literal["draft", "extend"] | None
+    appends: bool
+    held: int
+    following: int
+    next_nodes: list[int]
+    entered: bool
 
 
 class DeviceDecoder:
@@ -86,12 +95,20 @@ class DeviceDecoder:
             )
             for _ in range(2)
         ]
-        # Pairs on the device, by slot: how many; and the slots whose drafts are ready.
+        # Pairs on the device, by slot: how many; and the slots where the module has yet to see
+        # some of them. A step without drafts leaves its pair to a later pass over several.
         self._pairs: dict[int, int] = {}
-        self._drafted: set[int] = set()
+        self._unseen: set[int] = set()
+        # Captured nodes that the trees are drafted for, by slot.
+        self._drafted: dict[int, int] = {}
         # Slots whose root is on the device.
         self._rooted: set[int] = set()
         self._launched: deque[_Launched] = deque()
+        drafts = graphs.drafts
+        # What a policy is told of chains, by nodes: one object each, of which it may keep notes.
+        self._chains: dict[int, DraftTree] = {}
+        if drafts is not None and graphs.options.all_nodes and is_chain(drafts.topology):
+            self._chains = {n: chain_of(n) for n in range(1, drafts.topology.num_nodes + 1)}
 
     @property
     def drafts(self) -> bool:
@@ -114,46 +131,94 @@ class DeviceDecoder:
         """Whether such a step is captured."""
         return rows > 0 and self._graphs.fit(rows, nodes) is not None
 
-    def launch(self, requests: Sequence[Request], limit: int | None) -> None:
-        """Starts a step of all of `requests`, each with its slot; it `fits`."""
+    def launch(
+        self, requests: Sequence[Request], limit: int | None, following: int | None = None
+    ) -> None:
+        """Starts a step of all of `requests`, each with its slot; it `fits`.
+
+        Args:
+            requests: of its rows.
+            limit: the policy's, of nodes a tree.
+            following: the limit of the next step, whose trees are drafted behind this one.
+        """
         nodes = [self.nodes(request, limit) for request in requests]
         shape = self._graphs.fit(len(requests), max(nodes))
         assert shape is not None
-        self._bring(requests, drafting=max(nodes) > 1)
+        self._bring(requests, shape[1])
+        appends = self._appends(requests, shape[1])
         rows = [
             (_slot(request), request.context_len, count)
             for request, count in zip(requests, nodes, strict=True)
         ]
-        drafting: Literal["draft", "extend"] | None = None
-        if self._graphs.drafts is not None and any(r.speculation for r in requests):
-            drafting = "draft" if max(nodes) > 1 else "extend"
         longest = max(context for _, context, _ in rows)
-        self._graphs.run_step(shape, rows)
-        self._follow([slot for slot, _, _ in rows], nodes, shape, longest, drafting)
-        for request in requests:
-            self._drafted.discard(_slot(request))
-            if drafting == "draft" and request.speculation:
-                self._drafted.add(_slot(request))
+        self._graphs.run_step(shape, rows, appends)
+        drafted = [self._graphs.drafts is not None and r.speculation for r in requests]
+        slots = [slot for slot, _, _ in rows]
+        held = max((self._pairs.get(slot, 1) for slot in slots), default=0) + 1 if appends else None
+        self._follow(slots, drafted, nodes, shape, longest, held, following)
 
-    def launch_again(self) -> None:
+    def _appends(self, requests: Sequence[Request], width: int) -> bool:
+        """Whether a step is to keep pairs that the MTP module has not seen; or it sees them now."""
+        unseen = [r for r in requests if _slot(r) in self._unseen]
+        if not unseen:
+            return False
+        most = max(self._pairs.get(_slot(r), 1) for r in requests)
+        if width == 1 and most < self._graphs.buffers.sizes.path:
+            return True
+        self._run_late(1, unseen)
+        return False
+
+    def may_launch_again(self, limit: int | None) -> bool:
+        """Whether the drafted step can go on, and be followed by one of so many nodes."""
+        last = self._launched[-1]
+        width = self._next(last.drafted, last.shape[0], limit)[1]
+        shapes = {(last.shape[0], last.following), (last.shape[0], width)}
+        return all(self._graphs.ready(shape) for shape in shapes)
+
+    def launch_again(self, following: int | None = None) -> None:
         """Starts a step of the same sequences behind the one that is under way.
 
-        The device knows how far each has come; those that have ended go on to no effect.
+        The device knows how far each has come; those that have ended go on to no effect. Its trees
+        are those that were drafted for it; `following` is the limit of the step behind it.
         """
         last = self._launched[-1]
         longest = last.max_context + self._graphs.buffers.sizes.path
-        self._graphs.run_step_again(last.shape, longest)
-        self._follow(last.slots, last.nodes, last.shape, longest, last.drafting)
+        shape = (last.shape[0], last.following)
+        changed = last.next_nodes if last.next_nodes != last.nodes else None
+        appends = not last.entered
+        self._graphs.run_step_again(shape, longest, changed, appends)
+        held = last.held + 1 if appends else None
+        self._follow(last.slots, last.drafted, last.next_nodes, shape, longest, held, following)
+
+    def _next(
+        self, drafted: Sequence[bool], batch: int, limit: int | None
+    ) -> tuple[list[int], int]:
+        """Nodes of the rows of a next step of the same sequences, and the captured number."""
+        drafts = self._graphs.drafts
+        most = 1 if drafts is None else drafts.topology.num_nodes
+        nodes = [min(most, limit or most) if one else 1 for one in drafted]
+        shape = self._graphs.fit(batch, max(nodes))
+        return (nodes, shape[1]) if shape is not None else ([1] * len(nodes), 1)
 
     def _follow(
         self,
         slots: list[int],
+        drafted: list[bool],
         nodes: list[int],
         shape: tuple[int, int],
         longest: int,
-        drafting: Literal["draft", "extend"] | None,
+        appended: int | None,
+        limit: int | None,
     ) -> None:
-        """Starts the copy of a step's results, and the drafts behind it."""
+        """Starts the copy of a step's results, and the drafts behind it.
+
+        `appended` says how many pairs a row has at most, where the step appends its own.
+        """
+        path = self._graphs.buffers.sizes.path
+        held = min(shape[1], path) if appended is None else appended
+        next_nodes, following = self._next(drafted, shape[0], limit)
+        # Where the next step has no drafts, and room to append its pairs, they wait.
+        entered = any(drafted) and (following > 1 or held == path)
         columns = self._graphs.result_columns(shape[1])
         source = self._graphs.buffers.result(shape[0], columns)[: len(nodes)]
         # The other one's results, if it is in use, have not been read yet.
@@ -166,11 +231,30 @@ class DeviceDecoder:
             event = torch.cuda.Event()
             event.record()
         self._launched.append(
-            _Launched(slots, nodes, shape, longest, columns, table, event, drafting)
+            _Launched(
+                slots,
+                drafted,
+                nodes,
+                shape,
+                longest,
+                columns,
+                table,
+                event,
+                appended is not None,
+                held,
+                following,
+                next_nodes,
+                entered or not any(drafted),
+            )
         )
-        if drafting is not None:
-            longest += self._graphs.buffers.sizes.path
-            self._graphs.run_drafts(drafting, shape[0], longest)
+        if entered:
+            self._graphs.run_drafts(following, shape[0], longest + path)
+        for slot, mine in zip(slots, drafted, strict=True):
+            self._drafted.pop(slot, None)
+            if mine and entered and following > 1:
+                self._drafted[slot] = following
+            if mine:
+                (self._unseen.discard if entered else self._unseen.add)(slot)
 
     def results(self, requests: Sequence[Request]) -> list[DecodedRow]:
         """What the oldest step under way brought, in the order of its `launch`.
@@ -187,11 +271,12 @@ class DeviceDecoder:
         for row, numbers in enumerate(launched.table[:, : 2 * columns + 1].tolist()):
             path = [node for node in numbers[:columns] if node >= 0]
             tokens = numbers[columns : columns + len(path)]
-            tree = None if trees is None else trees[row]
+            tree = self._chains.get(launched.nodes[row]) if trees is None else trees[row]
             decoded.append(DecodedRow(path, tokens, bool(numbers[-1]), launched.nodes[row], tree))
             request, slot = requests[row], launched.slots[row]
             if request.slot == slot and request.speculation and self._cache is not None:
-                self._pairs[slot] = len(path)
+                before = self._pairs.get(slot, 0) if launched.appends else 0
+                self._pairs[slot] = before + len(path)
         return decoded
 
     @property
@@ -213,8 +298,8 @@ class DeviceDecoder:
 
     # ---- coming and going
 
-    def _bring(self, requests: Sequence[Request], drafting: bool) -> None:
-        """Sees to it that roots, pairs and drafts of all sequences are on the device."""
+    def _bring(self, requests: Sequence[Request], width: int) -> None:
+        """Sees to it that roots, pairs and drafts for `width` nodes of all are on the device."""
         self._adopt([r for r in requests if r.speculation and _slot(r) not in self._pairs])
         missing = [r for r in requests if _slot(r) not in self._rooted]
         if missing:
@@ -223,12 +308,15 @@ class DeviceDecoder:
             tokens = _integers(roots, self._graphs.buffers.device)
             self._graphs.buffers.tree_tokens[slots, 0] = tokens
             self._rooted |= {_slot(r) for r in missing}
-        if self._graphs.drafts is None or not drafting:
+        drafts = self._graphs.drafts
+        if drafts is None or width == 1:
             return
-        late = [r for r in requests if r.speculation and _slot(r) not in self._drafted]
+        made = {slot: drafts.depth_for(nodes) for slot, nodes in self._drafted.items()}
+        levels = drafts.depth_for(width)
+        late = [r for r in requests if r.speculation and made.get(_slot(r), 0) < levels]
         if late:
-            self._run_late("draft", late)
-            self._drafted |= {_slot(r) for r in late}
+            self._run_late(width, late)
+            self._drafted |= {_slot(r): width for r in late}
 
     def _adopt(self, requests: Sequence[Request]) -> None:
         """Takes the newest pair of sequences over from the drafter; it enters the others."""
@@ -247,13 +335,14 @@ class DeviceDecoder:
         buffers.pending_len.index_fill_(0, slots, 1)
         for request in requests:
             self._pairs[_slot(request)] = 1
-        # A step without drafts would write over pairs that were not entered.
-        self._run_late("extend", requests)
+            self._unseen.add(_slot(request))
 
-    def _run_late(self, mode: Literal["draft", "extend"], requests: Sequence[Request]) -> None:
+    def _run_late(self, nodes: int, requests: Sequence[Request]) -> None:
+        """Enters all pairs of these sequences, and drafts for so many nodes where there are any."""
         rows = [(_slot(r), r.context_len) for r in requests]
         longest = max(context for _, context in rows)
-        self._graphs.run_drafts(mode, self._graphs.batch_for(len(rows)), longest, rows)
+        self._graphs.run_drafts(nodes, self._graphs.batch_for(len(rows)), longest, rows)
+        self._unseen.difference_update(slot for slot, _ in rows)
 
     def release(self, request: Request) -> None:
         """Gives a sequence's verified pairs back to the drafter, if they are here."""
@@ -269,8 +358,21 @@ class DeviceDecoder:
     def forget(self, slot: int) -> None:
         """The sequence in `slot` has ended, or goes elsewhere."""
         self._pairs.pop(slot, None)
-        self._drafted.discard(slot)
+        self._drafted.pop(slot, None)
+        self._unseen.discard(slot)
         self._rooted.discard(slot)
+
+
+def is_chain(topology: TreeTopology) -> bool:
+    """Whether every node has the one before it as its parent."""
+    return topology.parent_ids == tuple(range(-1, topology.num_nodes - 1))
+
+
+def chain_of(nodes: int) -> DraftTree:
+    """A chain of so many nodes, with scores that fall from node to node."""
+    return DraftTree(
+        (0,) * nodes, tuple(range(-1, nodes - 1)), tuple(-1.0 * n for n in range(nodes))
+    )
 
 
 def _integers(values: Sequence[int], device: torch.device) -> Tensor:

@@ -84,6 +84,10 @@ class Engine:
         # Requests of a step that the device is at, and of which the host has not heard.
         self._under_way: list[Request] = []
         self._clock = clock
+        # When the host last heard of a step, as long as the device has done nothing else since;
+        # and when the one under way was started, where that is not so.
+        self._heard_at: float | None = None
+        self._started_at = 0.0
         self._memory = SequenceMemory(executor, prefixes, self.stats)
         self._scheduler = Scheduler(limits.max_batch_size, self._memory, self._free, batch_wait)
 
@@ -183,20 +187,24 @@ class Engine:
             self.stats.preemptions += 1
         for admission in self._scheduler.admit():
             self._start(admission)
+            self._heard_at = None
         prompt_tokens = self._decode_all(self._scheduler.decoding)
         chunks = self._scheduler.schedule_prefill(prompt_tokens)
         for group in _batches(chunks, lambda chunk: chunk.request):
+            self._heard_at = None
             self._guard([chunk.request for chunk in group], partial(self._prefill, group))
         self._finish()
 
     def _decode_all(self, decoding: Sequence[Request]) -> int:
         """A tree for every request; returns the prompt tokens that the step has left."""
-        started = self._clock()
+        self._started_at = self._clock()
         limit = self._policy.limit(len(decoding)) if decoding else None
         launched, hosted = self._launch(decoding, limit)
-        if launched and not hosted and self._may_go_on and not self._scheduler.prompt_tokens():
+        if launched and not hosted and not self._scheduler.prompt_tokens():
             self._under_way = launched
             return 0
+        if hosted or not decoding:
+            self._heard_at = None
         paths: dict[int, list[int]] = {}
         # The device drafts the next trees while the host takes these up.
         verified = self._collect(launched, paths)
@@ -211,7 +219,9 @@ class Engine:
         fitted = self._fit([trees[r.request_id] for r in hosted], nodes)
         self._decode(hosted, fitted, paths)
         verified += zip(hosted, fitted, strict=True)
-        self._report(verified, paths, started)
+        self._report(verified, paths)
+        if hosted:
+            self._heard_at = None
         return prompt_tokens
 
     def _finish(self) -> None:
@@ -254,7 +264,7 @@ class Engine:
         return True
 
     def _discard(self) -> None:
-        self._under_way = []
+        self._under_way, self._heard_at = [], None
         self._executor.discard()
         if self._decoder is not None:
             self._decoder.discard()
@@ -359,11 +369,6 @@ class Engine:
 
     # ------------------------------------------------------------------------- on the device
 
-    @property
-    def _may_go_on(self) -> bool:
-        """Whether a step's shape may be known before the last one's outcome."""
-        return self._decoder is not None and isinstance(self._policy, FullTrees)
-
     def _go_on(self) -> bool:
         """Starts the next step of the sequences under way, then hears of the last one.
 
@@ -381,13 +386,27 @@ class Engine:
         admissions = self._scheduler.admit()
         for admission in admissions:
             self._start(admission)
-        if admissions or not all(self._reaches_on(r, decoder.depth + 1) for r in requests):
+        if admissions:
+            self._heard_at = None
             return False
-        if self._guard(requests, decoder.launch_again):
+        if not all(self._reaches_on(r, decoder.depth + 1) for r in requests):
+            return False
+        # Its size was settled when it was drafted; the policy says that of the step behind it.
+        following = self._following(requests, decoder)
+        if not decoder.may_launch_again(following):
+            return False
+        if self._guard(requests, partial(decoder.launch_again, following)):
             self.stats.graph_steps += 1
-            self._collect(requests, {})
             self._under_way = requests
+            self._take_up(requests)
         return True
+
+    def _following(self, requests: Sequence[Request], decoder: DeviceDecoder) -> int | None:
+        """The policy's limit for a step behind the one that is started, plain where it must be."""
+        limit = self._policy.limit(len(requests))
+        counts = [decoder.nodes(request, limit) for request in requests]
+        fits = sum(counts) <= self._max_num_tokens and decoder.fits(len(counts), max(counts))
+        return limit if fits else 1
 
     def _reaches_on(self, request: Request, path: int) -> bool:
         """Whether a request has room for a step behind one that accepts `path` nodes."""
@@ -399,7 +418,13 @@ class Engine:
     def _hear(self) -> None:
         """Takes up the step that is under way, if there is one."""
         requests, self._under_way = self._under_way, []
-        self._collect(requests, {})
+        if requests:
+            self._take_up(requests)
+
+    def _take_up(self, requests: Sequence[Request]) -> None:
+        """Hears of a step that had the device for itself, and tells the policy."""
+        paths: dict[int, list[int]] = {}
+        self._report(self._collect(requests, paths), paths)
 
     def _launch(
         self, decoding: Sequence[Request], limit: int | None
@@ -418,7 +443,8 @@ class Engine:
             decoder.release(request)
         if not mine:
             return [], others
-        if not self._guard(mine, partial(decoder.launch, mine, limit)):
+        following = self._following(mine, decoder)
+        if not self._guard(mine, partial(decoder.launch, mine, limit, following)):
             return [], others
         self.stats.graph_steps += 1
         return mine, others
@@ -523,18 +549,22 @@ class Engine:
         self,
         rows: Sequence[tuple[Request, DraftTree | None]],
         paths: dict[int, list[int]],
-        started: float,
     ) -> None:
-        """Tells the policy of a step that went well, in all of its rows."""
-        if not rows or len(paths) < len(rows):
+        """Tells the policy of a step that went well; of rows that had ended there is nothing."""
+        heard, now = self._heard_at, self._clock()
+        self._heard_at = now
+        known = [(r, tree) for r, tree in rows if r.request_id in paths]
+        drafting = [(r, tree) for r, tree in known if r.speculation and tree is not None]
+        failed = any(r.error is not None for r, _ in rows)
+        if failed or not drafting or not all(r.finished or r.request_id in paths for r, _ in rows):
             return
-        drafting = [(r, tree) for r, tree in rows if r.speculation and tree is not None]
         self._policy.observe(
             StepReport(
                 rows=len(rows),
-                seconds=self._clock() - started,
+                seconds=now - (self._started_at if heard is None else heard),
                 trees=[tree for _, tree in drafting],
                 paths=[paths[r.request_id] for r, _ in drafting],
+                whole=heard is not None,
             )
         )
 

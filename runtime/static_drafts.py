@@ -116,7 +116,21 @@ class StaticDrafts:
         self._first_layer = first_layer
         self._levels = _levels(topology, buffers.device)
         self.topology = topology
-        self.parents = torch.tensor(topology.parent_ids, dtype=torch.int32).to(buffers.device)
+
+    def depth_for(self, nodes: int) -> int:
+        """Levels that must be drafted below the root for trees of the best `nodes` nodes."""
+        return min(nodes - 1, self.topology.depth)
+
+    def nodes_within(self, depth: int) -> tuple[Tensor, Tensor]:
+        """The nodes down to `depth`, int64 [T], and their parents among them, int32 [T]."""
+        kept = sorted(n for level in self.topology.levels[: depth + 1] for n in level)
+        place = {node: at for at, node in enumerate(kept)}
+        parents = [place.get(self.topology.parent_ids[node], -1) for node in kept]
+        device = self._buffers.device
+        return (
+            torch.tensor(kept, dtype=torch.int64).to(device),
+            torch.tensor(parents, dtype=torch.int32).to(device),
+        )
 
     def extend(self, batch: int, max_context: int) -> Tensor:
         """Enters the pending pairs of the rows to draft for, as a chain behind their entries.
@@ -148,8 +162,11 @@ class StaticDrafts:
         last = (count - 1).clamp(min=0).long()[:, None, None].expand(-1, 1, out.shape[2])
         return out.gather(1, last)[:, 0]
 
-    def draft(self, batch: int, max_context: int) -> None:
-        """Drafts a tree for each row, into `tree_tokens` and `tree_scores`."""
+    def draft(self, batch: int, max_context: int, levels: int | None = None) -> None:
+        """Drafts a tree for each row, into `tree_tokens` and `tree_scores`.
+
+        Of `levels` levels below the root, all of them by default; deeper nodes mean nothing then.
+        """
         buffers = self._buffers
         slot, context = buffers.draft_slot(batch), buffers.draft_context(batch)
         index = buffers.by_slot(slot)
@@ -159,14 +176,15 @@ class StaticDrafts:
         scores = buffers.tree_scores.new_zeros(batch, buffers.sizes.drafts)
         tokens[:, :1] = buffers.pending_tokens[index].gather(1, count - 1)
         entry = 0
-        for depth, level in enumerate(self._levels, start=1):
+        levels = len(self._levels) if levels is None else levels
+        for depth, level in enumerate(self._levels[:levels], start=1):
             ids, log_probs = best_children(self._model, hidden.flatten(0, 1), level.widest)
             picked = ids.view(batch, -1).index_select(1, level.pick)
             gained = log_probs.view(batch, -1).index_select(1, level.pick)
             tokens.index_copy_(1, level.nodes, picked)
             above = scores.index_select(1, level.parents)
             scores.index_copy_(1, level.nodes, (above + gained).to(scores.dtype))
-            if level.inner is None:
+            if level.inner is None or depth == levels:
                 break
             width, entries = level.sees.shape
             sees = level.sees.expand(batch, -1, -1)

@@ -4,7 +4,8 @@ Drafts cost time whether they are accepted or not: to make, and to verify. What 
 costs depends on the batch and the device, what it brings on the text. `auto` measures both and
 takes the n of the most tokens a second, n = 1 being plain decoding. It is never slower than plain
 decoding by more than a small part, because what it spends on finding out comes from an allowance:
-a part of the time that plain decoding would have taken for the same tokens.
+a part of the time that plain decoding would have taken for the same tokens. A step is chosen before
+the last ones were heard of: the device has its trees drafted by then.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from trtllm_treewy.draft_tree import DraftTree
 RATE, RARE_RATE = 0.1, 0.5
 # Part of plain decoding's time that may be lost on trying other sizes.
 ALLOWANCE = 0.02
+# What another size must promise before it is taken: choices at the edge do not flicker.
+BETTER = 1.01
 # What may be lost before plain decoding has run for long, in its steps; also the most that is
 # put by: what good drafts won long ago must not pay for bad ones now.
 CREDIT = 8.0
-# Steps of one batch size after which plain decoding is measured again, and trees are tried again.
-REVISIT = 64
+# Steps of one batch size after which another size is tried again; twice as many after each time
+# that changed nothing, up to the last.
+REVISIT, SELDOM = 64, 512
 
 
 @dataclass(frozen=True)
@@ -37,19 +41,26 @@ class StepReport:
         seconds: for drafting, verification and commit.
         trees: as verified, of the rows that may have drafts.
         paths: accepted nodes of each of them, the root first.
+        whole: `seconds` run from the end of the step before it, the drafting of these trees and all
+            that the host did among them; otherwise from its own start.
     """
 
     rows: int
     seconds: float
     trees: Sequence[DraftTree]
     paths: Sequence[Sequence[int]]
+    whole: bool = True
 
 
 class TreePolicy(Protocol):
     """Sets the node limit of each step, and learns from what came of it."""
 
     def limit(self, rows: int) -> int | None:
-        """Nodes a tree may have in a step of `rows` trees; 1 is no drafts, None no limit."""
+        """Nodes a tree may have in a step of `rows` trees; 1 is no drafts, None no limit.
+
+        Asked once for each step that is to come, some of which are not run after all, and up to
+        two steps ahead of what `observe` is told.
+        """
         ...
 
     def observe(self, report: StepReport) -> None:
@@ -98,7 +109,10 @@ class Acceptance:
     ) -> None:
         """Takes note of the trees of a step and their accepted paths, root first."""
         largest = max((tree.num_nodes for tree in trees), default=1)
-        ranks = [_ranks(tree) for tree in trees]
+        # Trees may be one object for many rows.
+        by_tree = {id(tree): tree for tree in trees}
+        ranked = {key: _ranks(tree) for key, tree in by_tree.items()}
+        ranks = [ranked[id(tree)] for tree in trees]
         for size in self.by_depth:
             if not 1 < size <= largest:
                 continue
@@ -134,10 +148,19 @@ class StepCost:
     def __init__(self) -> None:
         self._mean: dict[int, dict[int, float]] = {}
         self._count: dict[tuple[int, int], int] = {}
+        self._whole: set[tuple[int, int]] = set()
 
-    def observe(self, rows: int, nodes: int, seconds: float, rate: float = RATE) -> None:
-        """Takes note of one step."""
+    def observe(
+        self, rows: int, nodes: int, seconds: float, rate: float = RATE, whole: bool = True
+    ) -> None:
+        """Takes note of one step; of one in part only where no whole one was seen."""
         measured = self._mean.setdefault(rows, {})
+        if whole and (rows, nodes) not in self._whole:
+            self._whole.add((rows, nodes))
+            measured.pop(nodes, None)
+            self._count.pop((rows, nodes), None)
+        elif not whole and (rows, nodes) in self._whole:
+            return
         count = self._count.get((rows, nodes), 0)
         self._count[rows, nodes] = count + 1
         if count <= 1:  # the second measurement replaces the first where it is smaller
@@ -194,21 +217,25 @@ class AutoTrees:
         self.cost = StepCost()
         # Steps of plain decoding that may be lost yet; None until such a step was measured.
         self._balance: float | None = None
+        # By batch and size: steps since it was run; after how many it is tried again, and how many
+        # of these are left.
         self._since: dict[tuple[int, int], int] = {}
+        self._period: dict[tuple[int, int], int] = {}
+        self._left: dict[tuple[int, int], int] = {}
+        self._choice: dict[int, int] = {}
 
     def limit(self, rows: int) -> int | None:
         batch = self._batch(rows)
-        if self._balance is None or not self.cost.measured(batch, 1):
+        if self._balance is None or self._seconds(batch, 1) is None:
             return 1
         trial = self._trial(batch, self._balance)
         if trial is not None:
             return trial
-        return self.best(rows) if self._balance >= 0 else 1
+        return self._choose(batch, self._balance)
 
     def best(self, rows: int) -> int:
         """What the measurements say, without trying anything out."""
-        batch = self._batch(rows)
-        costs = {n: c for n in self.sizes if (c := self.cost.at(batch, n)) is not None}
+        costs = self._costs(self._batch(rows))
         return choose_nodes(costs, self.acceptance.tokens()) if costs else 1
 
     def observe(self, report: StepReport) -> None:
@@ -218,10 +245,10 @@ class AutoTrees:
         size = self._size(max(tree.num_nodes for tree in report.trees))
         since = self._since.get((batch, size), 0)
         rate = min(RARE_RATE, RATE * (1 + since / 8))
-        self.cost.observe(batch, size, report.seconds, rate)
+        self.cost.observe(batch, size, report.seconds, rate, report.whole)
         if size > 1:
             self.acceptance.observe(report.trees, report.paths, rate)
-        plain = self.cost.at(batch, 1)
+        plain = self._seconds(batch, 1)
         if plain:
             gained = sum(len(path) for path in report.paths) / len(report.paths)
             won = gained * (1 + self._allowance) - report.seconds / plain
@@ -229,30 +256,82 @@ class AutoTrees:
             self._balance = min(before + (won if size > 1 else self._allowance), CREDIT)
         for other in self.sizes:
             self._since[batch, other] = self._since.get((batch, other), 0) + 1
+            self._left[batch, other] = self._left.get((batch, other), REVISIT) - 1
         self._since[batch, size] = 0
+        self._left[batch, size] = self._period.get((batch, size), REVISIT)
+
+    def _choose(self, batch: int, balance: float) -> int:
+        """The best size of which a step may bring nothing; the last one, where it is as good."""
+        costs, tokens = self._costs(batch), self.acceptance.tokens()
+        plain = costs[1]
+        costs = {n: c for n, c in costs.items() if n == 1 or c / plain - 1 <= balance}
+        best, last = choose_nodes(costs, tokens), self._choice.get(batch)
+        if last is not None and last in costs and last in tokens:
+            if tokens[best] / costs[best] < BETTER * tokens[last] / costs[last]:
+                return last
+            for size in self.sizes:
+                self._period.pop((batch, size), None)
+        self._choice[batch] = best
+        return best
 
     def _trial(self, batch: int, balance: float) -> int | None:
         """A size worth a look, if the balance covers a step of it that brings nothing.
 
-        Sizes that were never seen come first, the smallest before the others, since its cost says
-        what the next can cost at most. Then what was not seen for long: plain decoding, and the
-        largest tree that can be afforded, which says what the smaller ones would bring.
+        Sizes that nothing is known of come first, the smallest before the others, since its cost
+        says what the next can cost at most. Then what was not seen for long: plain decoding, and
+        the largest tree that can be afforded, which says what the smaller ones would bring.
         """
-        plain = self.cost.at(batch, 1)
+        plain = self._seconds(batch, 1)
         if plain is None:
             return None
 
         def affordable(size: int) -> bool:
-            cost = self.cost.at(batch, size)
+            cost = self._seconds(batch, size)
             return cost is not None and cost / plain - 1 <= balance
 
         for size in self.sizes:
-            if not self.cost.measured(batch, size):
+            if not self._known(batch, size):
                 return size if affordable(size) else None
-        stale = [n for n in self.sizes if self._since.get((batch, n), REVISIT) >= REVISIT]
-        if 1 in stale:
-            return 1
-        return max((n for n in stale if affordable(n)), default=None)
+        stale = [n for n in self.sizes if self._left.get((batch, n), REVISIT) <= 0]
+        trial = 1 if 1 in stale else max((n for n in stale if affordable(n)), default=None)
+        if trial is not None:
+            # Once: steps are asked for before this one is heard of.
+            period = min(2 * self._period.get((batch, trial), REVISIT), SELDOM)
+            self._period[batch, trial] = self._left[batch, trial] = period
+        return trial
+
+    def _costs(self, batch: int) -> dict[int, float]:
+        return {n: c for n in self.sizes if (c := self._seconds(batch, n)) is not None}
+
+    def _known(self, batch: int, size: int) -> bool:
+        """Whether such a step was measured, or one of a batch that is like it."""
+        return self.cost.measured(batch, size) or self._like(batch, size) is not None
+
+    def _like(self, batch: int, size: int) -> int | None:
+        """The next batch, up to twice or half as large, of which this size was measured."""
+        near = [
+            other
+            for other in self._batches
+            if max(other, batch) <= 2 * min(other, batch) and self.cost.measured(other, size)
+        ]
+        return min(near, key=lambda other: max(other, batch) / min(other, batch), default=None)
+
+    def _seconds(self, batch: int, size: int) -> float | None:
+        """Seconds of a step: measured, or those of a batch like it, in proportion; None unknown."""
+        like = None if self.cost.measured(batch, size) else self._like(batch, size)
+        if like is None:
+            return self.cost.at(batch, size)
+        scales = [
+            ours / theirs
+            for n in self.sizes
+            if self.cost.measured(batch, n)
+            and self.cost.measured(like, n)
+            and (ours := self.cost.at(batch, n))
+            and (theirs := self.cost.at(like, n))
+        ]
+        seconds = self.cost.at(like, size)
+        assert seconds is not None
+        return seconds * (sum(scales) / len(scales) if scales else 1.0)
 
     def _batch(self, rows: int) -> int:
         return next((b for b in self._batches if b >= rows), self._batches[-1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -226,40 +227,143 @@ class Sizes:
     """A policy that asks for another number of nodes at every step."""
 
     def __init__(self, sizes):
-        self.sizes, self.reports = sizes, []
+        self.sizes, self.asked, self.reports = sizes, 0, []
 
     def limit(self, rows):
-        return self.sizes[len(self.reports) % len(self.sizes)]
+        self.asked += 1
+        return self.sizes[(self.asked - 1) % len(self.sizes)]
 
     def observe(self, report):
         self.reports.append(report)
 
 
-def test_trees_are_cut_on_the_device(model):
-    """The policy's limit changes between steps; it is told of the trees as they were verified."""
-    jobs = random_jobs(8, 10)
-    policy = Sizes([1, 3, 7, 1, 1, 5])
-    engine = graph_engine(
-        model, TOPOLOGIES["tree"], policy=policy,
-        sizes=GraphSizes((1, 4), (1, 3, 5, 7)), options={"report_trees": True},
-    )  # fmt: skip
-    check(engine, solo_texts(model, jobs), jobs)
+class Counted(RecordedCalls):
+    """Counts what is replayed: the first part of the key, and the levels of drafts."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def replay(self, key):
+        super().replay(key)
+        self.counts[(key[0], key[3]) if key[0] == "draft" else key[0]] += 1
+
+
+STEP_SIZES = {"chain": (1, 2, 3, 4), "tree": (1, 3, 5, 7), "parents": (1, 2, 5, 8)}
+
+
+def sized_engine(model, name, policy, **changes):
+    """Its steps may have several numbers of nodes; those of chains tell no trees."""
+    sizes = GraphSizes((1, 2, 4), STEP_SIZES[name])
+    options = {"report_trees": name != "chain", "all_nodes": True}
+    return graph_engine(
+        model, TOPOLOGIES[name], policy=policy, sizes=sizes, options=options, **changes
+    )
+
+
+@pytest.mark.parametrize("commit", POLICIES)
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_size_of_trees_may_change_at_every_step(model, name, commit):
+    """It is settled while steps before it are under way; the policy hears of what was verified."""
+    jobs = random_jobs(8, 12)
+    rng = random.Random(len(name) + len(commit))
+    policy = Sizes([rng.choice((1, 1, *STEP_SIZES[name])) for _ in range(97)])
+    engine = sized_engine(model, name, policy, **POLICIES[commit])
+    requests = [make_request(i, *job, speculation=i % 5 != 4) for i, job in enumerate(jobs)]
+    ahead = 0
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        ahead += bool(engine._under_way)
+    texts = solo_texts(model, jobs)
+    assert [list(r.output_token_ids) for r in requests] == [texts[i] for i in range(len(jobs))]
+    check_nothing_leaked(engine)
+    assert ahead > 20
     assert not engine.stats.graph_misses
-    for number, report in enumerate(policy.reports):
+    for report in policy.reports:
+        (nodes,) = {tree.num_nodes for tree in report.trees}
+        assert nodes in STEP_SIZES[name]
         for tree, path in zip(report.trees, report.paths, strict=True):
-            assert tree.num_nodes == policy.sizes[number % 6]
             assert all(tree.parent_ids[b] == a for a, b in pairwise(path))
-            assert all(score <= 0 for score in tree.log_probs)
+            scores = tree.log_probs
+            assert all(scores[n] <= scores[tree.parent_ids[n]] for n in range(1, nodes))
+    assert {tree.num_nodes for r in policy.reports for tree in r.trees} == {*STEP_SIZES[name]}
+    assert sum(report.whole for report in policy.reports) > 10
 
 
-def test_auto_trees_learn_from_captured_steps(model):
-    engine = graph_engine(
-        model, TOPOLOGIES["chain"], policy=AutoTrees((1, 2, 4), (1, 2, 4)),
-        sizes=GraphSizes((1, 2, 4), (1, 2, 4)), options={"report_trees": True},
-    )  # fmt: skip
-    jobs = random_jobs(9, 12)
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_trees_of_any_size_are_those_of_the_drafter(model, name):
+    """After steps without drafts too: the module has seen every token by the next draft."""
+    rng = random.Random(3)
+    sizes = [1] * 3 + [rng.choice((1, 1, 1, *STEP_SIZES[name])) for _ in range(60)]
+    topology, stats = TOPOLOGIES[name], []
+    executor = make_executor(model, max_nodes=topology.num_nodes)
+    host = make_engine(executor, MtpStaticDrafter(executor, topology), policy=Sizes(sizes))
+    for engine in (host, sized_engine(model, name, Sizes(sizes))):
+        run(engine, [make_request(0, [3, 1, 4, 1, 5], 40)])
+        found = engine.stats
+        stats.append((found.steps, found.accepted_lengths, found.accepted_per_depth))
+    assert sum(stats[0][2]) > 3
+    # The captured steps' is one step longer: what was started before the end was heard of.
+    assert [each[1:] for each in stats[1:]] == [stats[0][1:]]
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("seed", range(2))
+def test_the_module_has_seen_every_token_whatever_the_sizes(name, seed):
+    """Its rows of the cache, pair by pair, against those of a drafter on the host."""
+    model, topology, rng = tiny_model(11 + seed), TOPOLOGIES[name], random.Random(seed)
+    sizes = [rng.choice((1, 1, 1, 1, *STEP_SIZES[name])) for _ in range(60)]
+    executor = make_executor(model, max_nodes=topology.num_nodes)
+    host = make_engine(executor, MtpStaticDrafter(executor, topology), policy=Sizes(sizes))
+    rows = []
+    for engine in (host, sized_engine(model, name, Sizes(sizes))):
+        requests = [make_request(i, [3, 1, 4, 1, 5 + i], 45) for i in range(3)]
+        for request in requests:
+            engine.add(request)
+        while min(len(r.output_token_ids) for r in requests) < 30:
+            engine.step()
+        engine._hear()
+        cache = engine._executor.kv_cache
+        for request in requests:
+            if engine._decoder is not None:
+                engine._decoder.release(request)
+            engine._drafter.settle(request.slot)
+            places = cache._physical(torch.tensor([request.slot]), torch.arange(30)[None])[0]
+            layer = len(model.config.attention_layers)
+            rows.append(torch.cat([cache.k[layer][:, places], cache.v[layer][:, places]]))
+    for one, other in zip(rows[:3], rows[3:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_steps_without_drafts_leave_the_module_alone_but_for_one_pass_over_several(model):
+    runner = Counted()
+    engine = sized_engine(model, "chain", Sizes([1]), runner=runner)
+    run(engine, [make_request(0, [3, 1, 4], 41)])
+    assert runner.counts["verify"] >= 40
+    assert runner.counts["append"] >= 30
+    # A path is four nodes long, and so are pairs that wait.
+    assert runner.counts["extend"] in (10, 11)
+    assert not any(key[0] == "draft" for key in runner.counts)
+
+
+def test_no_more_levels_are_drafted_than_a_step_has_nodes_for(model):
+    runner = Counted()
+    engine = sized_engine(model, "chain", Sizes([2]), runner=runner)
+    run(engine, [make_request(0, [3, 1, 4], 30)])
+    assert {key for key in runner.counts if key[0] == "draft"} == {("draft", 1)}
+    assert not runner.counts["extend"]
+
+
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_auto_trees_learn_from_captured_steps(model, name):
+    policy = AutoTrees(STEP_SIZES[name], (1, 2, 4))
+    engine = sized_engine(model, name, policy)
+    jobs = random_jobs(9, 24)
     check(engine, solo_texts(model, jobs), jobs)
-    assert engine._policy.acceptance.tokens().keys() >= {1, 2}
+    assert policy.acceptance.tokens().keys() >= {*STEP_SIZES[name][:2]}
+    assert policy.cost.measured(4, 1)
 
 
 @pytest.mark.parametrize("keep", range(1, 9))
