@@ -20,6 +20,10 @@ from trtllm_treewy.draft_tree import DraftTree
 
 # Weight of a new measurement in the running means; more where the last one is long ago.
 RATE, RARE_RATE = 0.1, 0.5
+# Rows of a step whose accepted lengths are worth that weight: those of few rows tell less.
+ROWS = 13
+# Rows that must have told what a size brings before that is believed.
+TELLING = 16
 # Part of plain decoding's time that may be lost on trying other sizes.
 ALLOWANCE = 0.02
 # What another size must promise before it is taken: choices at the edge do not flicker.
@@ -30,6 +34,10 @@ CREDIT = 8.0
 # Steps of one batch size after which another size is tried again; twice as many after each time
 # that changed nothing, up to the last.
 REVISIT, SELDOM = 64, 512
+# Steps after which those that were asked for were heard of.
+BEHIND = 4
+# Part of the time that trying another size may cost, by what is known of it, in the long run.
+TRIALS = 0.003
 
 
 @dataclass(frozen=True)
@@ -96,44 +104,65 @@ class Acceptance:
 
     A tree of m nodes says what any smaller one would have brought: nodes are taken best first by
     cumulative log probability, so the tree of n nodes holds the n best of them, and accepts the
-    part of the accepted path that lies within.
+    part of the accepted path that lies within. What a size brings is what the next smaller one does
+    and its own part, so that steps of small trees tell of large ones too.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         # Parts of the rows that accepted a draft at depth d + 1, by size.
         self.by_depth: dict[int, list[float]] = {size: [] for size in sizes}
-        self._seen: set[int] = {1}
+        # What a row gains over the next smaller size, and rows that have told.
+        self._extra: dict[int, float] = {}
+        self._told: dict[int, int] = {}
 
     def observe(
         self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int]], rate: float = RATE
     ) -> None:
-        """Takes note of the trees of a step and their accepted paths, root first."""
+        """Takes note of the trees of a step and their accepted paths, root first.
+
+        `rate` is the weight that a step of many rows has; it may be above 1 where the last one was
+        long ago.
+        """
         largest = max((tree.num_nodes for tree in trees), default=1)
         # Trees may be one object for many rows.
         by_tree = {id(tree): tree for tree in trees}
         ranked = {key: _ranks(tree) for key, tree in by_tree.items()}
         ranks = [ranked[id(tree)] for tree in trees]
-        for size in self.by_depth:
+        part = min(1.0, len(trees) / ROWS)
+        rate = min(rate * part, RARE_RATE * part**0.5)
+        below = [0] * len(trees)
+        for size in sorted(self.by_depth):
             if not 1 < size <= largest:
                 continue
             lengths = [
                 sum(rank[node] < size for node in path[1:])
                 for rank, path in zip(ranks, paths, strict=True)
             ]
-            self._update(size, lengths, rate)
+            self._update(size, lengths, sum(lengths) - sum(below), rate)
+            below = lengths
 
-    def _update(self, size: int, lengths: Sequence[int], rate: float) -> None:
-        known = self.by_depth[size]
+    def _update(self, size: int, lengths: Sequence[int], gained: int, rate: float) -> None:
+        known, count, told = self.by_depth[size], len(lengths), self._told.get(size, 0)
         known.extend([0.0] * (max(lengths, default=0) - len(known)))
-        rate = rate if size in self._seen else 1.0
-        self._seen.add(size)
+        rate = max(rate, count / (told + count))
+        self._told[size] = told + count
         for depth in range(len(known)):
-            part = sum(length > depth for length in lengths) / len(lengths)
+            part = sum(length > depth for length in lengths) / count
             known[depth] += rate * (part - known[depth])
+        extra = self._extra.get(size, 0.0)
+        self._extra[size] = extra + rate * (gained / count - extra)
+
+    def rows(self, size: int) -> int:
+        """Rows that have told what a size brings."""
+        return self._told.get(size, 0)
 
     def tokens(self) -> dict[int, float]:
         """Tokens a row gains in a step, by size, where that was seen."""
-        return {n: 1.0 + sum(parts) for n, parts in self.by_depth.items() if n in self._seen}
+        found, total = {1: 1.0}, 1.0
+        for size in sorted(self._extra):
+            total += self._extra[size]
+            found[size] = total
+        return found
 
 
 class StepCost:
@@ -223,6 +252,10 @@ class AutoTrees:
         self._period: dict[tuple[int, int], int] = {}
         self._left: dict[tuple[int, int], int] = {}
         self._choice: dict[int, int] = {}
+        # Steps that were told of, and when unknown sizes were asked for, how many times in a row.
+        self._steps = 0
+        self._asked: dict[tuple[int, int], int] = {}
+        self._asked_at: dict[tuple[int, int], int] = {}
 
     def limit(self, rows: int) -> int | None:
         batch = self._batch(rows)
@@ -241,11 +274,12 @@ class AutoTrees:
     def observe(self, report: StepReport) -> None:
         if not report.trees:
             return
+        self._steps += 1
         batch = self._batch(report.rows)
         size = self._size(max(tree.num_nodes for tree in report.trees))
         since = self._since.get((batch, size), 0)
-        rate = min(RARE_RATE, RATE * (1 + since / 8))
-        self.cost.observe(batch, size, report.seconds, rate, report.whole)
+        rate = RATE * (1 + since / 8)
+        self.cost.observe(batch, size, report.seconds, min(rate, RARE_RATE), report.whole)
         if size > 1:
             self.acceptance.observe(report.trees, report.paths, rate)
         plain = self._seconds(batch, 1)
@@ -291,8 +325,10 @@ class AutoTrees:
 
         for size in self.sizes:
             if not self._known(batch, size):
-                return size if affordable(size) else None
-        stale = [n for n in self.sizes if self._left.get((batch, n), REVISIT) <= 0]
+                if not self._promises(batch, size):
+                    break
+                return self._ask(batch, size) if affordable(size) else None
+        stale = [n for n in self.sizes if self._is_stale(batch, n)]
         trial = 1 if 1 in stale else max((n for n in stale if affordable(n)), default=None)
         if trial is not None:
             # Once: steps are asked for before this one is heard of.
@@ -300,11 +336,46 @@ class AutoTrees:
             self._period[batch, trial] = self._left[batch, trial] = period
         return trial
 
+    def _ask(self, batch: int, size: int) -> int | None:
+        """A size that is to be measured, and its acceptance; None while that is under way."""
+        asked, wanted = self._asked.get((batch, size), 0), max(2, -(-TELLING // batch))
+        if asked >= wanted and self._steps < self._asked_at[batch, size] + BEHIND:
+            return None
+        self._asked[batch, size] = asked % wanted + 1
+        self._asked_at[batch, size] = self._steps
+        return size
+
+    def _promises(self, batch: int, size: int) -> bool:
+        """Whether an unknown size may be the best: nodes bring less the more there are of them."""
+        tokens = self.acceptance.tokens()
+        below = [n for n in self.sizes if n < size and n in tokens]
+        if size == 1 or len(below) < 2 or self.cost.at(batch, below[-1]) is None:
+            return True
+        last, before = below[-1], below[-2]
+        each = (tokens[last] - tokens[before]) / (last - before)
+        costs = self._costs(batch)
+        best = choose_nodes(costs, tokens)
+        least = self._seconds(batch, last) or 0.0
+        return (tokens[last] + each * (size - last)) * costs[best] > tokens[best] * least
+
+    def _is_stale(self, batch: int, size: int) -> bool:
+        """Whether a size was not seen for so long that it is worth what it is likely to lose."""
+        if self._left.get((batch, size), REVISIT) > 0:
+            return False
+        costs, tokens = self._costs(batch), self.acceptance.tokens()
+        if size not in costs:
+            return False
+        best = choose_nodes(costs, tokens)
+        gained = tokens.get(size, 1.0) / tokens[best] * costs[best]
+        return TRIALS * self._since.get((batch, size), 0) >= (costs[size] - gained) / costs[best]
+
     def _costs(self, batch: int) -> dict[int, float]:
         return {n: c for n in self.sizes if (c := self._seconds(batch, n)) is not None}
 
     def _known(self, batch: int, size: int) -> bool:
-        """Whether such a step was measured, or one of a batch that is like it."""
+        """Whether such a step was measured, or one of a batch like it, and what it brings."""
+        if size > 1 and self.acceptance.rows(size) < TELLING:
+            return False
         return self.cost.measured(batch, size) or self._like(batch, size) is not None
 
     def _like(self, batch: int, size: int) -> int | None:
