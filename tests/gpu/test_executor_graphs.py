@@ -22,7 +22,15 @@ from engine_world import (
     run,
     tiny_config,
 )
-from test_cuda_graphs import TOPOLOGIES, agreeable, check, graph_engine, random_jobs
+from test_cuda_graphs import (
+    TOPOLOGIES,
+    Sizes,
+    agreeable,
+    check,
+    graph_engine,
+    random_jobs,
+    sized_engine,
+)
 
 from trtllm_treewy import LLM, SamplingParams
 from trtllm_treewy.batch import PrefillBatch, upload_all
@@ -136,6 +144,34 @@ def test_a_step_waits_for_the_device_once():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert engine.stats.steps == steps + 8
+    assert engine.stats.executor_faults == 0
+
+
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_steps_of_changing_sizes_give_the_same_tokens_and_wait_once(name):
+    """Sizes are chosen while the steps before are under way, as `auto` does."""
+    model, jobs = make_model(torch.float32), random_jobs(6, 4)
+    executor = make_executor(model, max_nodes=1, scratch_rows=1)
+    plain = [make_request(i, prompt, 60) for i, (prompt, _) in enumerate(jobs)]
+    run(make_engine(executor), plain)
+    runner = CudaGraphRunner(torch.device("cuda"))
+    sizes = Sizes([1, 1, 3, 1, 1, 1, 1, 1, 1, 7, 3, 7] if name == "tree" else [1, 1, 4, 2, 1, 3])
+    engine = sized_engine(model, name, sizes, runner=runner, num_blocks=200)
+    requests = [make_request(i, prompt, 60) for i, (prompt, _) in enumerate(jobs)]
+    for request in requests:
+        engine.add(request)
+    while len(engine._scheduler.decoding) < 4:
+        engine.step()
+    engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while engine.has_work:
+        engine.step()
+    assert [r.output_token_ids for r in requests] == [r.output_token_ids for r in plain]
     assert engine.stats.executor_faults == 0
 
 
