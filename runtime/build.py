@@ -6,7 +6,7 @@ Memory is divided before anything is allocated, the weights included (`memory_bu
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -21,7 +21,7 @@ from .acceptance_law import SimulatedSampler, accept_by_depth
 from .buckets import Buckets
 from .commit_policy import choose_stash
 from .cuda_graphs import GraphSizes, make_runner
-from .decode_graphs import GraphOptions, accept_greedily, buffer_sizes
+from .decode_graphs import DecodeGraphs, GraphOptions, accept_greedily, buffer_sizes
 from .device_decoder import DeviceDecoder, is_chain
 from .device_memory import free_memory
 from .drafter import Drafter, NullDrafter
@@ -32,6 +32,8 @@ from .executor_torch import TorchExecutor
 from .head import ROWS as HEAD_ROWS
 from .memory_budget import MAX_AUTO_BATCH, Demand, MemoryBudget, divide
 from .prefix_cache import PrefixCache
+from .prompt_buffers import prompt_shapes
+from .prompt_graphs import PromptGraphs
 from .sampling import AcceptanceRule, SamplingDynamicDrafter, SamplingStaticDrafter
 from .scheduler import BatchWait
 from .static_drafts import draft_entries
@@ -44,6 +46,9 @@ DEFAULT_MEMORY_FRACTION = 0.9
 DEFAULT_CHECKPOINT_INTERVAL = 1024
 # What a graph takes for each kernel that it launches, and kernels of a layer: measured roughly.
 GRAPH_KERNEL_BYTES, GRAPH_LAYER_KERNELS = 8 << 10, 40
+# Kernels of a layer in a prompt step, and what a token of it has in static buffers, ids and rows
+# and its tile of attention, beside the hidden state.
+PROMPT_LAYER_KERNELS, PROMPT_TOKEN_BYTES = 20, 64
 # Host-side tables have a row for each slot.
 MAX_BATCH_SIZE = 1 << 16
 
@@ -158,7 +163,7 @@ def build_engine(
         prefixes=make_prefix_cache(executor, cache),
         policy=make_policy(limits, speculation),
         batch_wait=batch_wait,
-        decoder=make_decoder(executor, drafter, speculation, graphs, capture),
+        decoder=make_decoder(executor, drafter, speculation, graphs, max_num_tokens, capture),
         # Padding is for graphs and kernels; on a CPU it is work for nothing.
         buckets=Buckets(limits.max_batch_size, limits.max_nodes) if device.type != "cpu" else None,
     )
@@ -234,6 +239,7 @@ def make_decoder(
     drafter: Drafter,
     speculation: MTPDecodingConfig,
     graphs: CudaGraphConfig | None,
+    max_num_tokens: int,
     capture: Callable[[int, int], None] | None = None,
 ) -> DeviceDecoder | None:
     """Captures the executor's steps; what decodes by them alone, None where nothing does.
@@ -242,12 +248,13 @@ def make_decoder(
     """
     if graphs is None or not isinstance(executor, TorchExecutor):
         return None
-    options = graph_options(graphs, speculation, executor.limits.max_batch_size)
+    batch = executor.limits.max_batch_size
+    options = graph_options(graphs, speculation, batch)
     if options is None:
         warnings.warn(
             f"steps are not captured as CUDA graphs: cuda_graph_config.batch_sizes are "
             f"{list(graphs.batch_sizes or ())}, and none is left of them with max_batch_size "
-            f"{executor.limits.max_batch_size}"
+            f"{batch}"
             + (f", and its own of {graphs.max_batch_size}" if graphs.max_batch_size else ""),
             stacklevel=2,
         )
@@ -260,11 +267,32 @@ def make_decoder(
             stacklevel=2,
         )
         return None
-    made = executor.make_graphs(make_runner(executor.device), options)
-    made.capture_all(capture)
+    runner = make_runner(executor.device)
+    made = executor.make_graphs(runner, options)
+    # Prompts first: what has the most activations makes the pool that the others find.
+    parts: list[PromptGraphs | DecodeGraphs] = [made]
+    shapes = prompt_shapes(min(graphs.max_prompt_tokens, max_num_tokens), batch)
+    if shapes:
+        parts.insert(0, executor.make_prompt_graphs(runner, shapes, speculation.enabled))
+    _capture_all(parts, capture)
     if speculation.kind == "dynamic":
         return None
     return DeviceDecoder(made, getattr(drafter, "cache", None))
+
+
+def _capture_all(
+    parts: Sequence[PromptGraphs | DecodeGraphs], progress: Callable[[int, int], None] | None
+) -> None:
+    """Captures all parts one after the other; `progress` is told of them as of one."""
+    total, before = sum(part.num_shapes for part in parts), 0
+    for part in parts:
+
+        def tell(done: int, _: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + done, total)
+
+        part.capture_all(tell)
+        before += part.num_shapes
 
 
 def make_prefix_cache(executor: Executor, cache: KvCacheConfig) -> PrefixCache | None:
@@ -386,7 +414,9 @@ def plan_memory(
         weights, steps, logits = source.weights(largest), source.steps(largest), 0
     fixed, per_row = 0, 0
     if graphs is not None and device.type == "cuda":
-        fixed, per_row = _graph_bytes(config, dtype, speculation, graphs, max_batch_size)
+        fixed, per_row = _graph_bytes(
+            config, dtype, speculation, graphs, max_batch_size, max_num_tokens
+        )
     demand = Demand(
         plan=sizes,
         policy=speculation.state_commit,
@@ -419,6 +449,7 @@ def _graph_bytes(
     speculation: MTPDecodingConfig,
     graphs: CudaGraphConfig,
     max_batch_size: int | None,
+    max_num_tokens: int,
 ) -> tuple[int, int]:
     """Estimate of what captured steps take: whatever the batch, and for each sequence.
 
@@ -433,9 +464,27 @@ def _graph_bytes(
     shapes = len(options.sizes.batch) * len(options.sizes.nodes)
     fixed = shapes * layers * GRAPH_LAYER_KERNELS * GRAPH_KERNEL_BYTES
     fixed += 3 * HEAD_ROWS * config.vocab_size * 4
+    fixed += _prompt_graph_bytes(config, dtype, graphs, batch, max_num_tokens)
     buffers = buffer_sizes(batch, config.hidden_size, options)
     per_row = -(-buffers.bytes(dtype.itemsize) // batch)
     return fixed, per_row + _step_bytes(config, dtype, max(options.sizes.nodes))
+
+
+def _prompt_graph_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    graphs: CudaGraphConfig,
+    max_batch_size: int,
+    max_num_tokens: int,
+) -> int:
+    """Estimate of what captured prompt steps take: graphs, activations, and static buffers."""
+    shapes = prompt_shapes(min(graphs.max_prompt_tokens, max_num_tokens), max_batch_size)
+    if not shapes:
+        return 0
+    tokens = shapes[-1].tokens
+    kernels = len(shapes) * len(config.layer_types) * PROMPT_LAYER_KERNELS
+    buffers = tokens * (config.hidden_size * dtype.itemsize + PROMPT_TOKEN_BYTES)
+    return kernels * GRAPH_KERNEL_BYTES + buffers + _step_bytes(config, dtype, tokens)
 
 
 def _step_bytes(config: ModelConfig, dtype: torch.dtype, max_num_tokens: int) -> int:

@@ -109,6 +109,11 @@ class DecodeGraphs:
         """Memory of the graphs, static buffers not among it."""
         return self._runner.memory_bytes
 
+    @property
+    def num_shapes(self) -> int:
+        """Shapes that `capture_all` captures."""
+        return len(self.sizes.batch)
+
     def capture_all(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures steps now, the largest first; others as they are met.
 

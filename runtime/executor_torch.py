@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from .commit_policy import PSEUDO_VALUES
 from .cuda_graphs import GraphRunner
 from .decode_graphs import DecodeGraphs, GraphOptions
 from .executor import ExecutorLimits, StepOutput
+from .prompt_buffers import PromptShape
+from .prompt_graphs import PromptGraphs
 from .sequence_pools import SequencePools
 from .static_drafts import layers_from
 
@@ -51,6 +55,7 @@ class TorchExecutor(SequencePools):
         # The MTP module's layers follow the model's in one cache: one block table serves both.
         self._first_mtp_layer = len(model.config.attention_layers)
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         self._by_graph = False
 
     def make_graphs(self, runner: GraphRunner, options: GraphOptions) -> DecodeGraphs:
@@ -58,14 +63,26 @@ class TorchExecutor(SequencePools):
         self.graphs = DecodeGraphs(self._steps, self, self._first_mtp_layer, runner, options)
         return self.graphs
 
+    def make_prompt_graphs(
+        self, runner: GraphRunner, shapes: Sequence[PromptShape], drafts: bool
+    ) -> PromptGraphs:
+        """The same for prompt steps: `prefill` and, with `drafts`, `draft_extend` use them."""
+        self.prompt_graphs = PromptGraphs(
+            self._steps, self, self._first_mtp_layer, runner, shapes, drafts
+        )
+        return self.prompt_graphs
+
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch) -> StepOutput:
-        hidden = self._steps(
-            batch.token_ids,
-            batch.positions,
-            self.state.prefill(batch),
-            self.kv_cache.prefill(batch),
-        )
+        graphs = self.prompt_graphs
+        hidden = graphs.prefill(batch) if graphs is not None else None
+        if hidden is None:
+            hidden = self._steps(
+                batch.token_ids,
+                batch.positions,
+                self.state.prefill(batch),
+                self.kv_cache.prefill(batch),
+            )
         last = batch.cu_seqlens[1:].long() - 1
         return StepOutput(self.model.logits(hidden[last]), hidden)
 
@@ -95,8 +112,11 @@ class TorchExecutor(SequencePools):
 
     @torch.inference_mode()
     def draft_extend(self, batch: PrefillBatch, hidden: Tensor) -> StepOutput:
-        attention = layers_from(self.kv_cache.prefill(batch), self._first_mtp_layer)
-        out = self._steps.draft(batch.token_ids, hidden, batch.positions, attention)
+        graphs = self.prompt_graphs
+        out = graphs.extend(batch, hidden) if graphs is not None else None
+        if out is None:
+            attention = layers_from(self.kv_cache.prefill(batch), self._first_mtp_layer)
+            out = self._steps.draft(batch.token_ids, hidden, batch.positions, attention)
         last = out[batch.cu_seqlens[1:].long() - 1]
         return StepOutput(self.model.logits(last), last)
 

@@ -16,7 +16,9 @@ non-finite value gets NaN, so that a fault stays visible.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -374,15 +376,45 @@ class KvCache:
         Raises:
             ValueError: for a slot out of range or rows that are not reserved.
         """
-        slots = batch.slots
+        self.check_prefill(batch)
+        if triton_ops.serves(self.k):
+            return PagedPrefill(self, partial(self._plan_prompts, batch))
+        return PrefillAttention(self, batch)
+
+    def check_prefill(self, batch: PrefillBatch) -> None:
+        """Raises ValueError for a slot out of range or rows that are not reserved."""
         for slot, context, length in zip(
-            slots, batch.context_lens_host, batch.seq_lens_host, strict=True
+            batch.slots, batch.context_lens_host, batch.seq_lens_host, strict=True
         ):
             if slot != -1:
                 self._check_row(slot, context + length - 1)
-        if triton_ops.serves(self.k):
-            return PagedPrefill(self, slots, batch)
-        return PrefillAttention(self, slots, batch)
+
+    def _plan_prompts(self, batch: PrefillBatch, groups: int) -> PromptPlan:
+        """The plan of a batch, made on the host and sent without waiting."""
+        from trtllm_treewy.triton_ops import prefill_attention
+
+        slots, contexts, lengths = batch.slots, batch.context_lens_host, batch.seq_lens_host
+        tiles = self.choose_tiles(lengths, groups)
+        listed = prefill_attention.list_tiles(lengths, contexts, slots, tiles.tokens(groups))
+        target = self.rows_of(slots, contexts, lengths)
+        return PromptPlan(tiles, *upload_all([listed, target], self.k.device))
+
+    def choose_tiles(self, lengths: Sequence[int], groups: int) -> Tiles:
+        """Sizes of the attention of prompts of so many tokens, where kernels serve it."""
+        from trtllm_treewy.triton_ops import prefill_attention, processors
+
+        return prefill_attention.choose_tiles(
+            lengths, self.num_kv_heads, groups, self.head_dim, *processors(self.k.device),
+            self.k.element_size(),
+        )  # fmt: skip
+
+    def rows_of(
+        self, slots: Sequence[int], contexts: Sequence[int], lengths: Sequence[int]
+    ) -> Tensor:
+        """Physical rows of new tokens of several sequences in turn, int64 [T] on the host."""
+        spans = [span for span in zip(slots, contexts, lengths, strict=True) if span[2]]
+        rows = [self.host_rows(*span) for span in spans]
+        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
 
     def compact(self, slot: Tensor, path: Tensor, base: Tensor) -> None:
         """Moves the accepted nodes' rows together: row `base + path[p]` becomes row `base + p`.
@@ -584,17 +616,31 @@ class PagedAttention:
         )
 
 
+@dataclass(frozen=True)
+class PromptPlan:
+    """How the attention of packed prompts is launched; all layers share it.
+
+    Attributes:
+        tiles: sizes of the launch.
+        listed: int32 [tiles, 4], see `prefill_attention.list_tiles`.
+        target: int64 [T], physical rows of the new tokens.
+    """
+
+    tiles: Tiles
+    listed: Tensor
+    target: Tensor
+
+
 class PagedPrefill:
     """Attention step of `KvCache.prefill` that reads the pages in place, for all sequences at once.
 
-    What a layer needs beside its rows is made on the host once and sent without waiting.
+    `plan` gives the plan for so many query heads a key head; it is made once.
     """
 
-    def __init__(self, cache: KvCache, slots: Sequence[int], batch: PrefillBatch) -> None:
+    def __init__(self, cache: KvCache, plan: Callable[[int], PromptPlan]) -> None:
         self._cache, self._table = cache, cache.block_table
-        self._slots = slots
-        self._lengths, self._contexts = batch.seq_lens_host, batch.context_lens_host
-        self._plan: tuple[int, Tiles, Tensor, Tensor] | None = None
+        self._make_plan = plan
+        self._planned: tuple[int, PromptPlan] | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As `PrefillAttention.attend`; products of 16-bit rows are 16-bit ones, summed wide."""
@@ -602,11 +648,12 @@ class PagedPrefill:
 
         cache = self._cache
         keys, values = cache.k[layer], cache.v[layer]
-        tiles, listed, target = self._plan_of(q.shape[1])
-        attention.append_rows(k[None], v[None], keys, values, target)
+        plan = self._plan_of(q.shape[1])
+        attention.append_rows(k[None], v[None], keys, values, plan.target)
         return prefill_attention.prefill_attention(
-            q, keys, values, self._table, listed, scale, page=cache.block_size, tiles=tiles
-        )
+            q, keys, values, self._table, plan.listed, scale,
+            page=cache.block_size, tiles=plan.tiles,
+        )  # fmt: skip
 
     def attend_packed(self, layer: int, heads: PackedHeads, scale: float) -> Tensor:
         """As `PackedAttentionStep.attend_packed`; `heads.packed` is [T, ...]."""
@@ -615,52 +662,34 @@ class PagedPrefill:
 
         cache, packed = self._cache, heads.packed
         keys, values = cache.k[layer], cache.v[layer]
-        tiles, listed, target = self._plan_of(heads.heads)
+        plan = self._plan_of(heads.heads)
         q = place_heads(
             packed, heads.q_norm, heads.k_norm, heads.frequencies, heads.positions,
-            target.flatten(), keys, values, heads.heads,
+            plan.target, keys, values, heads.heads,
         )  # fmt: skip
         out = prefill_attention.prefill_attention(
-            q, keys, values, self._table, listed, scale, page=cache.block_size, tiles=tiles
-        )
+            q, keys, values, self._table, plan.listed, scale,
+            page=cache.block_size, tiles=plan.tiles,
+        )  # fmt: skip
         gates = packed[:, : 2 * heads.heads * cache.head_dim].unflatten(-1, (heads.heads, 2, -1))
         return out.mul_(torch.sigmoid(gates[:, :, 1]))
 
-    def _plan_of(self, heads: int) -> tuple[Tiles, Tensor, Tensor]:
-        """`_make_plan` for so many query heads, once."""
+    def _plan_of(self, heads: int) -> PromptPlan:
         groups = heads // self._cache.num_kv_heads
-        if self._plan is None or self._plan[0] != groups:
-            self._plan = self._make_plan(groups)
-        return self._plan[1:]
-
-    def _make_plan(self, groups: int) -> tuple[int, Tiles, Tensor, Tensor]:
-        """Tiles for so many query heads a key head, their list, and where new rows go."""
-        from trtllm_treewy.triton_ops import prefill_attention, processors
-
-        cache = self._cache
-        device = cache.k.device
-        tiles = prefill_attention.choose_tiles(
-            self._lengths, cache.num_kv_heads, groups, cache.head_dim, *processors(device),
-            cache.k.element_size(),
-        )  # fmt: skip
-        listed = prefill_attention.list_tiles(
-            self._lengths, self._contexts, self._slots, tiles.tokens(groups)
-        )
-        spans = zip(self._slots, self._contexts, self._lengths, strict=True)
-        target = torch.cat([cache.host_rows(*span) for span in spans])
-        listed, target = upload_all([listed, target], device)
-        return groups, tiles, listed, target
+        if self._planned is None or self._planned[0] != groups:
+            self._planned = groups, self._make_plan(groups)
+        return self._planned[1]
 
 
 class PrefillAttention:
     """Attention step of `KvCache.prefill`: one causal call for each sequence."""
 
-    def __init__(self, cache: KvCache, slots: Sequence[int], batch: PrefillBatch) -> None:
+    def __init__(self, cache: KvCache, batch: PrefillBatch) -> None:
         self._cache = cache
         self._spans: list[tuple[int, int, int, Tensor]] = []  # start, length, context, rows
         start = 0
         for slot, context, length in zip(
-            slots, batch.context_lens_host, batch.seq_lens_host, strict=True
+            batch.slots, batch.context_lens_host, batch.seq_lens_host, strict=True
         ):
             if slot != -1 and length > 0:
                 rows = torch.arange(context + length, device=cache.k.device)[None]

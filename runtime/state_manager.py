@@ -158,9 +158,16 @@ class StateManager:
         Raises:
             ValueError: for a slot that is not allocated or whose tree is pending.
         """
-        slots = batch.slots
+        self.check_prefill(batch.slots)
+        return self.prefill_unchecked(batch)
+
+    def check_prefill(self, slots: list[int]) -> None:
+        """Raises ValueError for a slot that is not allocated or whose tree is pending."""
         self.check_allocated(slots)
         self._check_not_pending(slots, "prefill")
+
+    def prefill_unchecked(self, batch: PrefillBatch) -> PrefillGdnStep:
+        """The same of slots that are not known on the host: a captured step's."""
         self.policy.materialize(batch.slot)
         return PrefillGdnStep(self, batch)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_world import make_executor, tiny_config, tiny_model
 from paged_attention_cases import unwritten_is_nan
+from prompt_cases import ROOM, captured_executor, check_equal, committed, play, random_steps
 
 from trtllm_treewy import triton_ops
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
@@ -21,6 +22,7 @@ from trtllm_treewy.model.mlp import MLP, Experts
 from trtllm_treewy.model.norm import RMSNorm
 from trtllm_treewy.model.rotary import apply_rotary, rotary_frequencies, rotary_tables
 from trtllm_treewy.runtime.kv_cache import KvCache
+from trtllm_treewy.runtime.prompt_buffers import PromptShape
 
 NAN = float("nan")
 MOE = dict(moe=True, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16)
@@ -353,3 +355,48 @@ def test_compaction_is_that_of_torch(monkeypatch):
     for name in ("k", "v"):
         a, b = getattr(ours, name), getattr(theirs, name)
         assert torch.equal(a[:, :, : ours._sink], b[:, :, : ours._sink])
+
+
+# ------------------------------------------------------------------ captured prompt steps
+
+
+def near(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_captured_prompts_leave_what_uncaptured_ones_leave(kind):
+    """Padded shapes over the pages; what padding computes is of no use and reaches nothing."""
+    model = tiny_model(3, tiny_config(**(MOE if kind == "experts" else {})))
+    mine = captured_executor(model, shapes=(PromptShape(8, 3), PromptShape(14, 4)), **ROOM)
+    theirs = make_executor(model, **ROOM)
+    steps = random_steps(9, 12, 4)[2:]
+    ours, want = play(mine, steps, 1), play(theirs, steps, 1)
+    assert mine.prompt_graphs.replays == 2 * len(steps)
+    check_equal(ours, want, steps, near)
+    for got, expected in zip(committed(mine), committed(theirs), strict=True):
+        near(got, expected)
+
+
+def test_no_shape_runs_out_of_tiles():
+    """Whatever the sequences are: one of all tokens, as many as there can be, and none."""
+    executor = captured_executor(tiny_model(3), **ROOM)
+    buffers = executor.prompt_graphs.buffers
+    for slot in range(4):
+        assert executor.try_allocate(slot, 100)
+    for shape, place in buffers._places.items():
+        count = shape.sequences
+        ones = [1] * (count - 1)
+        for lengths in ([shape.tokens], [*ones, shape.tokens - len(ones)], [*ones, 1], []):
+            slots = list(range(len(lengths)))
+            batch = PrefillBatch.pack(
+                [1] * sum(lengths), lengths, slots, [0] * len(lengths), executor.device
+            )
+            buffers.load(shape, batch)
+            first, tokens, position, slot = place.listed.long().T
+            assert tokens.sum() == shape.tokens
+            covered = torch.cat(
+                [torch.arange(a, a + n) for a, n in zip(first, tokens, strict=True)]
+            )
+            assert torch.equal(covered.sort().values, torch.arange(shape.tokens))
+            assert (slot[position + tokens == 0] == -1).all()

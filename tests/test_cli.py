@@ -242,6 +242,7 @@ GRAPHS = [
         "--cuda-graph-batch-sizes 2 --no-cuda-graph-padding",
         CudaGraphConfig(batch_sizes=(2,), enable_padding=False),
     ),
+    ("--cuda-graph-max-prompt-tokens 0", CudaGraphConfig(max_prompt_tokens=0)),
 ]
 
 

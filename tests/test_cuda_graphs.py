@@ -91,12 +91,15 @@ def random_jobs(seed: int, count: int):
 def graph_engine(model, topology, *, runner=None, sizes=None, options=None, policy=None, **changes):
     """An engine whose steps are captured, with a drafter of `topology`."""
     budget, interval = changes.pop("budget", 64), changes.pop("interval", None)
+    prompts = changes.pop("prompts", ())
     executor = make_executor(model, max_nodes=topology.num_nodes, **changes)
     drafter = MtpStaticDrafter(executor, topology) if topology.num_nodes > 1 else NullDrafter()
     sizes = sizes or GraphSizes((1, 2, 4), tuple(sorted({1, topology.num_nodes})))
+    runner = runner or RecordedCalls()
+    if prompts:
+        executor.make_prompt_graphs(runner, prompts, topology.num_nodes > 1).capture_all()
     graphs = executor.make_graphs(
-        runner or RecordedCalls(),
-        GraphOptions(sizes, topology.depth + 1, topology, **(options or {})),
+        runner, GraphOptions(sizes, topology.depth + 1, topology, **(options or {}))
     )
     graphs.capture_all()
     decoder = DeviceDecoder(graphs, getattr(drafter, "cache", None))
@@ -463,7 +466,8 @@ def captured(monkeypatch):
     build = llm.build_engine
 
     def with_graphs(*args, **options):
-        engine, memory = build(*args, **{**options, "graphs": CudaGraphConfig()})
+        graphs = CudaGraphConfig(max_prompt_tokens=40)
+        engine, memory = build(*args, **{**options, "graphs": graphs})
         made.append(engine)
         return engine, memory
 

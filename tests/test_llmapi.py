@@ -327,6 +327,7 @@ def test_graph_sizes():
         ({"batch_sizes": "12"}, "batch_sizes must be a list of integers"),
         ({"max_batch_size": -1}, "max_batch_size must be an integer >= 0"),
         ({"enable_padding": 1}, "enable_padding must be True or False"),
+        ({"max_prompt_tokens": -1}, "max_prompt_tokens must be an integer >= 0"),
         ({"max_batchsize": 1}, "did you mean 'max_batch_size'"),
     ],
 )

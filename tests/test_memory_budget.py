@@ -236,6 +236,10 @@ def test_activations_of_a_step_and_of_graphs_are_in_the_plan():
     prompts = build._step_bytes(HEAVY, dtype, 8192)
     assert prompts >= 8192 * HEAVY.hidden_size * 2
     assert steps(16384) - steps(8192) == prompts
-    captured = steps(8192, CudaGraphConfig()) - steps(8192)
+    decoding = CudaGraphConfig(max_prompt_tokens=0)
+    captured = steps(8192, decoding) - steps(8192)
     assert speculation.max_nodes == nodes
     assert captured > build._step_bytes(HEAVY, dtype, batch * nodes)
+    beside = steps(8192, CudaGraphConfig()) - steps(8192, decoding)
+    assert beside > build._step_bytes(HEAVY, dtype, CudaGraphConfig.max_prompt_tokens)
+    assert steps(100, CudaGraphConfig()) - steps(100, decoding) < beside // 4

@@ -27,21 +27,36 @@ def upload_all(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Host tensors on `device` by one copy that waits for nothing, each contiguous and aligned."""
     if device.type != "cuda":
         return [part.to(device) for part in parts]
-    places, size = [], 0
+    return carve(_pack(parts, pinned=True).to(device, non_blocking=True), parts)
+
+
+def upload_into(parts: Sequence[Tensor], buffer: Tensor) -> None:
+    """The same into the front of `buffer`, uint8, where `carve` finds them."""
+    host = _pack(parts, pinned=buffer.is_cuda)
+    buffer[: host.numel()].copy_(host, non_blocking=True)
+
+
+def packed_bytes(parts: Sequence[Tensor]) -> int:
+    """Bytes of such parts in one upload."""
+    return sum(-(-part.numel() * part.element_size() // ALIGNMENT) * ALIGNMENT for part in parts)
+
+
+def carve(buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `buffer`, uint8, for the parts of one upload; of `parts` shape and type count."""
+    views, at = [], 0
     for part in parts:
-        places.append(size)
-        size += -(-part.numel() * part.element_size() // ALIGNMENT) * ALIGNMENT
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        size = part.numel() * part.element_size()
+        views.append(buffer[at : at + size].view(part.dtype).view(part.shape))
+        at += packed_bytes([part])
+    return views
 
-    def views(buffer: Tensor) -> list[Tensor]:
-        return [
-            buffer[at : at + part.numel() * part.element_size()].view(part.dtype).view(part.shape)
-            for at, part in zip(places, parts, strict=True)
-        ]
 
-    for place, part in zip(views(host), parts, strict=True):
+def _pack(parts: Sequence[Tensor], pinned: bool) -> Tensor:
+    # The allocator of pinned memory keeps it until copies from it are done.
+    host = torch.empty(packed_bytes(parts), dtype=torch.uint8, pin_memory=pinned)
+    for place, part in zip(carve(host, parts), parts, strict=True):
         place.copy_(part)
-    return views(host.to(device, non_blocking=True))
+    return host
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,7 @@ class PrefillBatch:
         tokens, positions, starts, slot, context = upload_all(
             [
                 torch.tensor(token_ids, dtype=torch.int64),
-                _positions(contexts, lengths),
+                positions_of(contexts, lengths),
                 starts,
                 torch.tensor(slots, dtype=torch.int32),
                 torch.tensor(contexts, dtype=torch.int32),
@@ -98,7 +113,7 @@ class PrefillBatch:
         vars(batch)["positions"] = positions  # they came in the same copy
         return batch
 
-    @property
+    @cached_property
     def slots(self) -> list[int]:
         """Slots on the host; waits for the device where they are not known there."""
         return self.slot.tolist() if self.slots_host is None else list(self.slots_host)
@@ -106,12 +121,14 @@ class PrefillBatch:
     @cached_property
     def positions(self) -> Tensor:
         """Rotary position of each token, int64 [T]."""
-        return upload(_positions(self.context_lens_host, self.seq_lens_host), self.token_ids.device)
+        return upload(
+            positions_of(self.context_lens_host, self.seq_lens_host), self.token_ids.device
+        )
 
 
-def _positions(contexts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """`context .. context + length - 1` of each sequence in turn, int64 [T]."""
-    spans = [torch.arange(c, c + n) for c, n in zip(contexts, lengths, strict=True)]
+def positions_of(contexts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """`context .. context + length - 1` of each sequence in turn, int64 [T] on the host."""
+    spans = [torch.arange(c, c + n) for c, n in zip(contexts, lengths, strict=True) if n]
     return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
 
 

@@ -424,11 +424,14 @@ class KvCacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
-    """Which decoding steps are captured as CUDA graphs; it has no effect where there is no GPU.
+    """Which steps are captured as CUDA graphs; it has no effect where there is no GPU.
 
-    A step is captured for a number of sequences and a number of nodes, and replayed over any trees
-    of that shape. Those of the drafter's own trees are captured when the engine starts, others when
-    they are first met. Steps that are not captured run all the same, and are counted.
+    A decoding step is captured for a number of sequences and a number of nodes, and replayed over
+    any trees of that shape. Those of the drafter's own trees are captured when the engine starts,
+    others when they are first met. Steps that are not captured run all the same, and are counted.
+
+    Prompt steps are captured when the engine starts, for a few numbers of tokens and of sequences,
+    and padded to them. Those of more than `max_prompt_tokens` keep a GPU busy uncaptured.
 
     Attributes:
         batch_sizes: numbers of sequences; by default 1, 2, 4 and then ever wider steps.
@@ -436,6 +439,8 @@ class CudaGraphConfig:
             where this is 0.
         enable_padding: fill smaller batches up to the next size, instead of running them
             uncaptured.
+        max_prompt_tokens: tokens of the largest prompt step that is captured, at most the engine's
+            `max_num_tokens`; 0 captures none.
 
     Raises:
         ValueError: a value out of range.
@@ -444,11 +449,13 @@ class CudaGraphConfig:
     batch_sizes: tuple[int, ...] | None = None
     max_batch_size: int = 0
     enable_padding: bool = True
+    max_prompt_tokens: int = 2048
 
     def __post_init__(self) -> None:
         """Checks everything."""
         owner = "CudaGraphConfig"
         _check_int("max_batch_size", self.max_batch_size, 0, owner=owner)
+        _check_int("max_prompt_tokens", self.max_prompt_tokens, 0, owner=owner)
         if not isinstance(self.enable_padding, bool):
             raise ValueError(
                 f"{owner}: enable_padding must be True or False, got {self.enable_padding!r}"

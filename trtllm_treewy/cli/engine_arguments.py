@@ -91,7 +91,7 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> argpa
 
 def _add_graphs(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "CUDA graphs", "Decoding steps that are captured, on one GPU and without TensorRT."
+        "CUDA graphs", "Steps that are captured, on one GPU and without TensorRT."
     )
     group.add_argument(
         "--no-cuda-graphs",
@@ -116,6 +116,13 @@ def _add_graphs(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run batches of other sizes uncaptured (default: filled up to the next size)",
     )
+    group.add_argument(
+        "--cuda-graph-max-prompt-tokens",
+        type=unsigned,
+        metavar="N",
+        help="tokens of the largest prompt step that is captured, 0 for none (default: "
+        f"{CudaGraphConfig.max_prompt_tokens})",
+    )
 
 
 def graph_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,10 +133,12 @@ def graph_settings(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.no_cuda_graphs:
         return {"cuda_graph_config": None}
+    tokens = args.cuda_graph_max_prompt_tokens
     given = CudaGraphConfig(
         batch_sizes=args.cuda_graph_batch_sizes,
         max_batch_size=args.cuda_graph_max_batch_size or 0,
         enable_padding=not args.no_cuda_graph_padding,
+        **({} if tokens is None else {"max_prompt_tokens": tokens}),
     )
     return {} if given == CudaGraphConfig() else {"cuda_graph_config": given}
 
@@ -220,6 +229,7 @@ def check_engine(args: argparse.Namespace) -> None:
         (args.cuda_graph_batch_sizes is not None, "--cuda-graph-batch-sizes"),
         (args.cuda_graph_max_batch_size is not None, "--cuda-graph-max-batch-size"),
         (args.no_cuda_graph_padding, "--no-cuda-graph-padding"),
+        (args.cuda_graph_max_prompt_tokens is not None, "--cuda-graph-max-prompt-tokens"),
     ):
         if given and args.no_cuda_graphs:
             args.usage_error(f"argument --no-cuda-graphs: not allowed with argument {flag}")
