@@ -163,7 +163,7 @@ def make_engine(
             max_batch_size=batch,
             max_seq_len=longest,
             max_num_tokens=max(8192, 2 * batch * nodes),
-            graphs=CudaGraphConfig(batch_sizes=(batch,)),
+            graphs=CudaGraphConfig(batch_sizes=(batch,), max_prompt_tokens=0),
             # The weights are there already, and what is planned counts them again.
             free=(free_memory(device) or 0) + build.weight_bytes(config, dtype),
         )

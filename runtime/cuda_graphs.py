@@ -69,11 +69,13 @@ class CudaGraphRunner:
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
+        # One for all: cuBLAS keeps a workspace for every stream that it has seen.
+        self._stream: torch.cuda.Stream | None = None
         self._bytes = 0
 
     def record(self, key: Hashable, function: Callable[[], None]) -> None:
         free = torch.cuda.mem_get_info(self._device)[0]
-        stream = torch.cuda.Stream(self._device)
+        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_CALLS):

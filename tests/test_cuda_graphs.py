@@ -466,7 +466,7 @@ def captured(monkeypatch):
     build = llm.build_engine
 
     def with_graphs(*args, **options):
-        graphs = CudaGraphConfig(max_prompt_tokens=40)
+        graphs = CudaGraphConfig(max_prompt_tokens=100)
         engine, memory = build(*args, **{**options, "graphs": graphs})
         made.append(engine)
         return engine, memory
@@ -501,6 +501,7 @@ def test_the_shipped_model_gives_the_same_texts(config, shipped_model, request):
     assert texts_of(shipped_model, config, params) == want
     (engine,) = engines
     assert engine._executor.graphs is not None
+    assert engine._executor.prompt_graphs.replays
     if config is None or not config.get("use_dynamic_tree"):
         assert engine.stats.graph_steps
 

@@ -30,8 +30,10 @@ from prompt_cases import (
 from test_cuda_graphs import TOPOLOGIES, agreeable, graph_engine, random_jobs
 
 from trtllm_treewy.batch import PrefillBatch, carve, packed_bytes, upload_into
+from trtllm_treewy.llmapi import CudaGraphConfig, MTPDecodingConfig
+from trtllm_treewy.runtime.build import make_decoder, make_drafter
 from trtllm_treewy.runtime.cuda_graphs import RecordedCalls
-from trtllm_treewy.runtime.drafter import MtpDynamicDrafter
+from trtllm_treewy.runtime.drafter import MtpDynamicDrafter, NullDrafter
 from trtllm_treewy.runtime.prompt_buffers import PromptShape, draft_shapes, fit, prompt_shapes
 
 MOE = dict(moe=True, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16)
@@ -174,6 +176,25 @@ def test_a_dynamic_drafter_uses_the_captured_module(model):
     check_nothing_leaked(engine)
     prompts = executor.prompt_graphs
     assert prompts.replays > engine.stats.steps
+
+
+def test_all_that_is_captured_is_told_as_one(model):
+    """`make_decoder` captures prompts and decoding steps; the least of `max_num_tokens` counts."""
+    executor = make_executor(model)
+    speculation = MTPDecodingConfig(draft_tree_widths=(2, 2))
+    drafter = make_drafter(executor, speculation)
+    told = []
+    graphs = CudaGraphConfig(batch_sizes=(1, 4))
+    make_decoder(executor, drafter, speculation, graphs, 100, lambda *of: told.append(of))
+    prompts = executor.prompt_graphs
+    assert prompts.shapes == prompt_shapes(100, 4)
+    assert prompts.draft_shapes
+    assert told == [(n + 1, len(told)) for n in range(len(told))]
+    assert len(told) == prompts.num_shapes + 2
+    executor = make_executor(model)
+    graphs = CudaGraphConfig(batch_sizes=(4,), max_prompt_tokens=0)
+    make_decoder(executor, NullDrafter(), MTPDecodingConfig(), graphs, 100)
+    assert executor.prompt_graphs is None
 
 
 def test_shapes():

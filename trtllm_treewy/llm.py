@@ -69,9 +69,9 @@ class LLM:
         speculative_config: `MTPDecodingConfig` or a dict of its fields; None decodes without
             drafts.
         kv_cache_config: `KvCacheConfig` or a dict of its fields.
-        cuda_graph_config: `CudaGraphConfig` or a dict of its fields: which decoding steps are
-            captured as CUDA graphs, on a GPU; None for none. The steps of a TensorRT engine have
-            sizes of their own, and those of several ranks are not captured: a warning says so.
+        cuda_graph_config: `CudaGraphConfig` or a dict of its fields: which steps are captured
+            as CUDA graphs, on a GPU; None for none. The steps of a TensorRT engine have sizes of
+            their own, and those of several ranks are not captured: a warning says so.
         load_format: "auto" reads the checkpoint; "dummy" makes random weights on the device, so
             that config.json is all that must be there. For measurements.
         max_batch_size: sequences decoded together; each holds a state slot. None takes as many of

@@ -575,7 +575,8 @@ def _sequences(
 ) -> list[tuple[int, int, int]]:
     """(slot, start, stop) of the sequences to run, longest first; skips -1 rows and empty ones.
 
-    Reads slots and lengths on the host, on a GPU too: prefill is not captured in a graph.
+    Reads slots and lengths on the host, on a GPU too: this reference cannot be captured in a graph.
+    The kernels of `cuda_ops` can.
     """
     slots = op_checks.slot_values(op, slot, num_slots, unique=True)
     bounds = op_checks.sequence_bounds(op, cu_seqlens, tokens)

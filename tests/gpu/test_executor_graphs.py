@@ -22,6 +22,15 @@ from engine_world import (
     run,
     tiny_config,
 )
+from prompt_cases import (
+    ROOM,
+    SHAPES,
+    captured_executor,
+    check_equal,
+    committed,
+    play,
+    random_steps,
+)
 from test_cuda_graphs import (
     TOPOLOGIES,
     Sizes,
@@ -36,6 +45,7 @@ from trtllm_treewy import LLM, SamplingParams
 from trtllm_treewy.batch import PrefillBatch, upload_all
 from trtllm_treewy.draft_tree import DraftTree, to_tree_batch
 from trtllm_treewy.model.dummy import dummy_model
+from trtllm_treewy.runtime import prompt_graphs
 from trtllm_treewy.runtime.acceptance_law import accept_by_depth
 from trtllm_treewy.runtime.cuda_graphs import CudaGraphRunner, GraphSizes, RecordedCalls
 from trtllm_treewy.runtime.decode_graphs import GraphOptions
@@ -206,6 +216,97 @@ def test_a_prompt_step_does_not_wait_for_the_device(kind, commit):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("commit", ["reconstruct", "deferred"])
+@pytest.mark.parametrize("kind", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_replayed_prompts_leave_what_uncaptured_ones_leave(kind, commit):
+    """Chunks behind contexts, rows of slot -1, padding; the MTP module's pass behind each."""
+    model, steps = make_model(torch.float32, kind), random_steps(7, 40, 24)
+    mine = captured_executor(
+        model, runner=CudaGraphRunner(torch.device("cuda")), state_commit=commit, **ROOM
+    )
+    theirs = make_executor(model, state_commit=commit, **ROOM)
+    ours, want = play(mine, steps, 1), play(theirs, steps, 1)
+    assert mine.prompt_graphs.replays == 2 * len(steps)
+
+    def close(got, expected):
+        torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-4)
+
+    check_equal(ours, want, steps, close)
+    for got, expected in zip(committed(mine), committed(theirs), strict=True):
+        close(got, expected)
+
+
+@pytest.mark.parametrize("kind", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_replayed_prompts_are_the_calls_that_were_captured(kind):
+    """In 16 bits, where another padding may round otherwise: the same shapes, called."""
+    model, steps = make_model(torch.bfloat16, kind), random_steps(8, 40, 16)
+    executors = [
+        captured_executor(model, runner=runner, **ROOM)
+        for runner in (CudaGraphRunner(torch.device("cuda")), RecordedCalls())
+    ]
+    ours, want = (play(executor, steps, 1) for executor in executors)
+
+    def close(got, expected):
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+    check_equal(ours, want, steps, close)
+    for got, expected in zip(*map(committed, executors), strict=True):
+        close(got, expected)
+
+
+@pytest.mark.parametrize("kind", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_engines_with_replayed_prompts_give_the_same_tokens(kind):
+    """Prompts and decoding share a pool and a stream; prefixes, pressure, drafts between them."""
+    model, jobs = make_model(torch.float32, kind), random_jobs(5, 10)
+    jobs += [(jobs[0][0] + [7, 8], 12), (jobs[3][0], 20), (jobs[0][0] + [7], 9)]
+    settings = dict(num_blocks=30, num_checkpoints=4, interval=8, max_seq_len=64, budget=48)
+    runner = CudaGraphRunner(torch.device("cuda"))
+    want, _ = texts_of(model, TOPOLOGIES["tree"], jobs, RecordedCalls(), **settings)
+    got, stats = texts_of(
+        model, TOPOLOGIES["tree"], jobs, runner, prompts=SHAPES, **settings
+    )  # fmt: skip
+    assert got == want
+    assert stats.prefix_hits
+
+
+@pytest.mark.parametrize("commit", ["reconstruct", "deferred"])
+def test_a_replayed_prompt_does_not_wait_for_the_device(commit):
+    model = make_model(torch.bfloat16, EXPERTS)
+    executor = captured_executor(
+        model, runner=CudaGraphRunner(torch.device("cuda")), state_commit=commit, **ROOM
+    )
+    lengths, slots = [20, 1, 9], [2, 0, 3]
+    for slot, length in zip(slots, lengths, strict=True):
+        assert executor.try_allocate(slot, length)
+
+    def step():
+        batch = PrefillBatch.pack([3] * 30, lengths, slots, [0, 0, 0], executor.device)
+        output = executor.prefill(batch)
+        return executor.draft_extend(batch, output.hidden).logits
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logits = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert executor.prompt_graphs.replays == 4
+    assert logits.isfinite().all()
+
+
+def test_without_the_kernels_prompts_are_not_captured(monkeypatch):
+    """The torch reference of the delta rule reads lengths on the host: a warning says so."""
+    monkeypatch.setattr(prompt_graphs, "find_library", lambda: None)
+    with pytest.warns(UserWarning, match="prompt steps are not captured"):
+        executor = captured_executor(
+            make_model(torch.float32), runner=CudaGraphRunner(torch.device("cuda")), **ROOM
+        )
+    assert executor.try_allocate(0, 5)
+    batch = PrefillBatch.pack([1, 2, 3], [3], [0], [0], executor.device)
+    assert executor.prefill(batch).logits.isfinite().all()
+    assert executor.prompt_graphs.replays == 0
 
 
 def test_parts_of_one_upload_arrive_whole_and_aligned():
