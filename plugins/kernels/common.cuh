@@ -28,6 +28,10 @@ struct Grid {
     Grid(int64_t along_x, int64_t along_y = 1) : x(along_x), y(along_y) {}
 };
 
+// Whether a kernel may be launched before the one ahead of it has ended (kOverlapping: it calls
+// wait_for_previous() before it reads or writes what others may have to do with).
+enum class Start { kAfterPrevious, kOverlapping };
+
 inline treewy_status check_grid(const char* name, const Grid& grid) {
     if (grid.x <= INT32_MAX && grid.y <= kMaxGridY) return TREEWY_OK;
     return fail(TREEWY_UNSUPPORTED, "%s: %lld by %lld blocks, at most %d by %d can be launched",

@@ -85,6 +85,22 @@ __device__ __forceinline__ double warp_prefix(double x, double* total) {
     return lane == 0 ? 0.0 : before;
 }
 
+// Programmatic dependent launch. Every thread of a kernel that is launched with
+// Start::kOverlapping calls wait_for_previous(), whatever it does, so that a kernel that has ended
+// stands for all before it. What was read ahead of it may be out of date, and must not stay in L1.
+__device__ __forceinline__ void wait_for_previous() {
+#if !defined(TREEWY_ON_HOST) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel's blocks may take what room there is once all of this one's have started.
+__device__ __forceinline__ void let_next_start() {
+#if !defined(TREEWY_ON_HOST) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 #if !defined(TREEWY_ON_HOST)
 
 // The block's dynamic shared memory. Its address is kept in a register, from where it comes cheaper
@@ -116,21 +132,43 @@ inline treewy_status allow_shared(const char* name, const void* kernel, size_t s
     return status == cudaSuccess ? TREEWY_OK : fail_cuda(name, status);
 }
 
+// Where the device has no such launches the attribute is left out.
+inline treewy_status overlaps(const char* name, Start start, unsigned* count) {
+    int device = 0, major = 0;
+    *count = 0;
+    if (start == Start::kAfterPrevious) return TREEWY_OK;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess) {
+        status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    }
+    *count = major >= 9 ? 1 : 0;
+    return status == cudaSuccess ? TREEWY_OK : fail_cuda(name, status);
+}
+
 // Launches `kernel` with one parameter; `name` is the operation, for messages.
 template <typename Params>
 treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid, int threads,
-                     size_t shared, treewy_stream stream, const Params& params) {
+                     size_t shared, treewy_stream stream, const Params& params,
+                     Start start = Start::kAfterPrevious) {
     if (grid.x <= 0 || grid.y <= 0) return TREEWY_OK;
     const treewy_status fits = check_grid(name, grid);
     if (fits != TREEWY_OK) return fits;
     const void* function = reinterpret_cast<const void*>(kernel);
     const treewy_status allowed = allow_shared(name, function, shared);
     if (allowed != TREEWY_OK) return allowed;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &attribute;
+    const treewy_status found = overlaps(name, start, &config.numAttrs);
+    if (found != TREEWY_OK) return found;
     void* arguments[] = {const_cast<Params*>(&params)};
-    const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
-    const cudaError_t status =
-        cudaLaunchKernel(function, blocks, dim3(static_cast<unsigned>(threads)), arguments, shared,
-                         static_cast<cudaStream_t>(stream));
+    const cudaError_t status = cudaLaunchKernelExC(&config, function, arguments);
     return status == cudaSuccess ? TREEWY_OK : fail_cuda(name, status);
 }
 

@@ -106,6 +106,8 @@ struct NodeTaps {
 template <typename T>
 __global__ void __launch_bounds__(kMaxGroups* kWarp)
     tree_conv_columns(const __grid_constant__ TreeColumnsWork p) {
+    let_next_start();  // verification asks for its states meanwhile
+    wait_for_previous();
     constexpr int kVec = kPer16Bytes<T>;
     const treewy_tree& tree = p.conv.tree;
     const int thread = static_cast<int>(threadIdx.x);
@@ -209,7 +211,7 @@ treewy_status run_columns(const char* name, const treewy_tree_conv_params& p,
     const int64_t blocks = int64_t{p.tree.batch} * work.columns;
     work.groups = plan_groups(blocks, p.tree.max_nodes);
     return launch(name, tree_conv_columns<T>, blocks, work.groups * kWarp,
-                  columns_bytes(p.tree.max_nodes), stream, work);
+                  columns_bytes(p.tree.max_nodes), stream, work, Start::kOverlapping);
 }
 
 }  // namespace tree_columns

@@ -21,6 +21,7 @@ struct VerifyArgs {
     VerifyLayout layout;
     uint32_t tiles_inverse;  // 2^32 over the blocks that share a value head
     uint32_t ratio_inverse;  // 2^32 over the value heads that share a key head
+    uint32_t first_blocks;   // those that find room on the device at once
 };
 
 // 2^32 / divisor, rounded up; 0 for 1.

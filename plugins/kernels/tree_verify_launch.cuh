@@ -20,6 +20,18 @@ inline void prefer_shared_memory(void (*kernel)(VerifyArgs)) {
 #endif
 }
 
+// 0 where they are not known, which is only a hint missed.
+inline int count_multiprocessors() {
+#if defined(TREEWY_ON_HOST)
+    return 1;
+#else
+    int device = 0, count = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) return 0;
+    static_cast<void>(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+#endif
+}
+
 inline NodeStrides node_strides(const int64_t (&stride)[3]) {
     return {static_cast<int>(stride[1]), static_cast<int>(stride[2])};
 }
@@ -38,14 +50,15 @@ treewy_status launch_kernel(void (*kernel)(VerifyArgs), const treewy_tree_verify
                     node_strides(p.u_stride),
                     layout,
                     inverse_of(tiles),
-                    inverse_of(ratio)};
+                    inverse_of(ratio),
+                    static_cast<uint32_t>(count_multiprocessors() * Types::kMinBlocks)};
     // treewy_history is of all layers: of its strides the slot's counts here.
     args.params.history.u_stride[0] = p.history.u_stride[1];
     args.params.history.k_stride[0] = p.history.k_stride[1];
     args.params.history.g_stride[0] = p.history.g_stride[1];
     const Grid grid(int64_t{p.state.value_heads} * tiles, p.tree.batch);
     return launch(kVerifyName, kernel, grid, Types::kThreads, static_cast<size_t>(layout.total),
-                  stream, args);
+                  stream, args, Start::kOverlapping);
 }
 
 template <typename Types>

@@ -81,6 +81,37 @@ __device__ __forceinline__ Place find_place(const VerifyWork& work) {
     return at;
 }
 
+// Asks L2 for the state that a block will read, as far as its slot is known ahead of the previous
+// kernel: whatever that still writes, L2 is where it does.
+template <typename Types>
+__device__ __forceinline__ void prefetch_state(const treewy_tree_verify_params& p,
+                                               const VerifyWork& work) {
+#if !defined(TREEWY_ON_HOST) && __CUDA_ARCH__ >= 900
+    using State = typename Types::State;
+    constexpr uint32_t kBytes = Types::kRows * Types::kKeyDim * sizeof(State);
+    const int slot = __ldcg(p.tree.slot + work.row);
+    if (!is_live_slot(slot, p.tree.num_slots)) return;
+    const State* from = static_cast<const State*>(p.state.data) + slot * p.state.slot_stride +
+                        (int64_t{work.head} * p.state.value_dim + work.first_row) * Types::kKeyDim;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)),
+                 "r"(kBytes)
+                 : "memory");
+#endif
+}
+
+// What a block may do before the previous kernel has ended, and the wait for that. Blocks that
+// start later find it ended, and gain nothing by asking twice.
+template <typename Types>
+__device__ __forceinline__ void follow_previous(const VerifyArgs& args, const VerifyWork& work,
+                                                const Place& at) {
+    let_next_start();
+#if !defined(TREEWY_ON_HOST)
+    const unsigned block = blockIdx.y * gridDim.x + blockIdx.x;
+    if (at.thread == 0 && block < args.first_blocks) prefetch_state<Types>(args.params, work);
+#endif
+    wait_for_previous();
+}
+
 // A warp copies its own rows of the state, so that it need not wait for others.
 template <typename Types>
 __device__ __forceinline__ void copy_state(const VerifyArgs& args, const Shared& shared,

@@ -416,6 +416,7 @@ __global__ void __launch_bounds__(Types::kThreads, Types::kMinBlocks)
     const Shared shared = place_shared<Types>(args.layout);
     VerifyWork work = find_work<Types>(args);
     const Place at = find_place<Types>(work);
+    follow_previous<Types>(args, work, at);
     prepare_nodes<Types>(args, shared, work, at);
     const int blocks = (work.nodes + kNodeBlock - 1) / kNodeBlock;
     if (at.warp < Types::kNodeBlocks) invert_tree<Types>(shared, work, blocks, at.warp, at.lane);

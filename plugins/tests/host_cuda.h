@@ -501,7 +501,8 @@ inline void mma_half(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
 
 template <typename Params>
 treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid, int threads,
-                     size_t shared, treewy_stream, const Params& params) {
+                     size_t shared, treewy_stream, const Params& params,
+                     Start = Start::kAfterPrevious) {
     if (grid.x <= 0 || grid.y <= 0) return TREEWY_OK;
     const treewy_status fits = check_grid(name, grid);
     if (fits != TREEWY_OK) return fits;
