@@ -15,6 +15,8 @@ from paged_attention_cases import unwritten_is_nan
 from snapshot_cases import LAYERS, make_snapshots
 
 from trtllm_treewy.runtime.cuda_graphs import CudaGraphRunner
+
+pytest.importorskip("triton", reason="Triton is not installed")
 from trtllm_treewy.triton_ops.snapshots import Tile
 
 pytestmark = pytest.mark.gpu
