@@ -155,15 +155,17 @@ def build_engine(
             ranks.close()
         raise
     drafter = make_drafter(executor, speculation)
+    decoder = make_decoder(executor, drafter, speculation, graphs, max_num_tokens, capture)
     engine = Engine(
         executor,
         drafter,
         make_sampler(config, executor.device, speculation),
         max_num_tokens,
         prefixes=make_prefix_cache(executor, cache),
-        policy=make_policy(limits, speculation),
+        # Trees from the host are pruned to what a step has tokens for; captured ones cannot be.
+        policy=make_policy(limits, speculation, None if decoder is None else max_num_tokens),
         batch_wait=batch_wait,
-        decoder=make_decoder(executor, drafter, speculation, graphs, max_num_tokens, capture),
+        decoder=decoder,
         # Padding is for graphs and kernels; on a CPU it is work for nothing.
         buckets=Buckets(limits.max_batch_size, limits.max_nodes) if device.type != "cpu" else None,
     )
@@ -307,12 +309,14 @@ def make_prefix_cache(executor: Executor, cache: KvCacheConfig) -> PrefixCache |
     return PrefixCache(executor.pages, limits.num_checkpoints, block, interval)
 
 
-def make_policy(limits: ExecutorLimits, speculation: MTPDecodingConfig) -> TreePolicy:
-    """What limits the trees of each step."""
+def make_policy(
+    limits: ExecutorLimits, speculation: MTPDecodingConfig, max_tokens: int | None
+) -> TreePolicy:
+    """What limits the trees of each step, to `max_tokens` nodes together where that is given."""
     if speculation.tree_policy != "auto":
         return FullTrees()
     buckets = Buckets(limits.max_batch_size, limits.max_nodes)
-    return AutoTrees(buckets.nodes, buckets.batch)
+    return AutoTrees(buckets.nodes, buckets.batch, max_tokens=max_tokens)
 
 
 def check_limits(

@@ -227,6 +227,7 @@ class AutoTrees:
         sizes: numbers of nodes to choose from, 1 (no drafts) and the largest among them.
         batches: batch sizes that costs are kept for; a batch counts as the next larger one.
         allowance: part of plain decoding's time that may be lost on finding out.
+        max_tokens: nodes of all trees of a step; sizes that would be more are never asked for.
 
     Attributes:
         acceptance: recent acceptance by size and depth.
@@ -234,14 +235,18 @@ class AutoTrees:
     """
 
     def __init__(
-        self, sizes: Sequence[int], batches: Sequence[int], allowance: float = ALLOWANCE
+        self,
+        sizes: Sequence[int],
+        batches: Sequence[int],
+        allowance: float = ALLOWANCE,
+        max_tokens: int | None = None,
     ) -> None:
         if 1 not in sizes:
             raise ValueError(f"tree sizes must hold 1, decoding without drafts, got {list(sizes)}")
         if not allowance > 0:
             raise ValueError(f"allowance must be above 0, got {allowance}")
         self.sizes, self._batches = tuple(sorted(sizes)), tuple(sorted(batches))
-        self._allowance = allowance
+        self._allowance, self._max_tokens = allowance, max_tokens
         self.acceptance = Acceptance(self.sizes)
         self.cost = StepCost()
         # Steps of plain decoding that may be lost yet; None until such a step was measured.
@@ -261,14 +266,15 @@ class AutoTrees:
         batch = self._batch(rows)
         if self._balance is None or self._seconds(batch, 1) is None:
             return 1
-        trial = self._trial(batch, self._balance)
+        sizes = self._fitting(rows)
+        trial = self._trial(batch, sizes, self._balance)
         if trial is not None:
             return trial
-        return self._choose(batch, self._balance)
+        return self._choose(batch, sizes, self._balance)
 
     def best(self, rows: int) -> int:
         """What the measurements say, without trying anything out."""
-        costs = self._costs(self._batch(rows))
+        costs = self._costs(self._batch(rows), self._fitting(rows))
         return choose_nodes(costs, self.acceptance.tokens()) if costs else 1
 
     def observe(self, report: StepReport) -> None:
@@ -294,9 +300,9 @@ class AutoTrees:
         self._since[batch, size] = 0
         self._left[batch, size] = self._period.get((batch, size), REVISIT)
 
-    def _choose(self, batch: int, balance: float) -> int:
+    def _choose(self, batch: int, sizes: Sequence[int], balance: float) -> int:
         """The best size of which a step may bring nothing; the last one, where it is as good."""
-        costs, tokens = self._costs(batch), self.acceptance.tokens()
+        costs, tokens = self._costs(batch, sizes), self.acceptance.tokens()
         plain = costs[1]
         costs = {n: c for n, c in costs.items() if n == 1 or c / plain - 1 <= balance}
         best, last = choose_nodes(costs, tokens), self._choice.get(batch)
@@ -308,7 +314,7 @@ class AutoTrees:
         self._choice[batch] = best
         return best
 
-    def _trial(self, batch: int, balance: float) -> int | None:
+    def _trial(self, batch: int, sizes: Sequence[int], balance: float) -> int | None:
         """A size worth a look, if the balance covers a step of it that brings nothing.
 
         Sizes that nothing is known of come first, the smallest before the others, since its cost
@@ -323,12 +329,12 @@ class AutoTrees:
             cost = self._seconds(batch, size)
             return cost is not None and cost / plain - 1 <= balance
 
-        for size in self.sizes:
+        for size in sizes:
             if not self._known(batch, size):
-                if not self._promises(batch, size):
+                if not self._promises(batch, sizes, size):
                     break
                 return self._ask(batch, size) if affordable(size) else None
-        stale = [n for n in self.sizes if self._is_stale(batch, n)]
+        stale = [n for n in sizes if self._is_stale(batch, sizes, n)]
         trial = 1 if 1 in stale else max((n for n in stale if affordable(n)), default=None)
         if trial is not None:
             # Once: steps are asked for before this one is heard of.
@@ -345,32 +351,37 @@ class AutoTrees:
         self._asked_at[batch, size] = self._steps
         return size
 
-    def _promises(self, batch: int, size: int) -> bool:
+    def _promises(self, batch: int, sizes: Sequence[int], size: int) -> bool:
         """Whether an unknown size may be the best: nodes bring less the more there are of them."""
         tokens = self.acceptance.tokens()
-        below = [n for n in self.sizes if n < size and n in tokens]
+        below = [n for n in sizes if n < size and n in tokens]
         if size == 1 or len(below) < 2 or self.cost.at(batch, below[-1]) is None:
             return True
         last, before = below[-1], below[-2]
         each = (tokens[last] - tokens[before]) / (last - before)
-        costs = self._costs(batch)
+        costs = self._costs(batch, sizes)
         best = choose_nodes(costs, tokens)
         least = self._seconds(batch, last) or 0.0
         return (tokens[last] + each * (size - last)) * costs[best] > tokens[best] * least
 
-    def _is_stale(self, batch: int, size: int) -> bool:
+    def _is_stale(self, batch: int, sizes: Sequence[int], size: int) -> bool:
         """Whether a size was not seen for so long that it is worth what it is likely to lose."""
         if self._left.get((batch, size), REVISIT) > 0:
             return False
-        costs, tokens = self._costs(batch), self.acceptance.tokens()
+        costs, tokens = self._costs(batch, sizes), self.acceptance.tokens()
         if size not in costs:
             return False
         best = choose_nodes(costs, tokens)
         gained = tokens.get(size, 1.0) / tokens[best] * costs[best]
         return TRIALS * self._since.get((batch, size), 0) >= (costs[size] - gained) / costs[best]
 
-    def _costs(self, batch: int) -> dict[int, float]:
-        return {n: c for n in self.sizes if (c := self._seconds(batch, n)) is not None}
+    def _fitting(self, rows: int) -> list[int]:
+        """The sizes that a step of so many rows has the tokens for."""
+        most = self._max_tokens
+        return [n for n in self.sizes if n == 1 or most is None or rows * n <= most]
+
+    def _costs(self, batch: int, sizes: Sequence[int]) -> dict[int, float]:
+        return {n: c for n in sizes if (c := self._seconds(batch, n)) is not None}
 
     def _known(self, batch: int, size: int) -> bool:
         """Whether such a step was measured, or one of a batch like it, and what it brings."""

@@ -244,6 +244,20 @@ def test_auto_is_as_fast_as_the_better_of_a_chain_of_three_and_none(rows, node, 
         assert world.limits.count(1) < 0.05 * steps
 
 
+@pytest.mark.parametrize(
+    ("room", "of_eight", "of_four"), [(8, 1, 2), (40, 4, 8), (64, 8, 16), (128, 16, 16)]
+)
+def test_sizes_that_a_step_has_no_tokens_for_are_not_asked_for(room, of_eight, of_four):
+    """They would never be measured, and be asked for again and again in place of the best."""
+    policy = AutoTrees(SIZES, (1, 2, 4, 8), max_tokens=room)
+    world = Pipeline(memory_bound, lambda depth: 0.9)
+    world.run(policy, 300, 8)
+    assert max(world.limits) == of_eight
+    assert world.limits[100:].count(policy.best(8)) > 190
+    world.run(policy, 300, 4)  # of fewer rows each has more
+    assert max(world.limits) == of_four
+
+
 def test_a_batch_like_one_that_is_known_is_not_measured_anew():
     policy = AutoTrees((1, 2, 4, 8), (8, 16, 24, 64))
     World(memory_bound, lambda depth: 0.9).run(policy, 60, 16)
