@@ -132,17 +132,16 @@ inline treewy_status allow_shared(const char* name, const void* kernel, size_t s
     return status == cudaSuccess ? TREEWY_OK : fail_cuda(name, status);
 }
 
-// Where the device has no such launches the attribute is left out.
-inline treewy_status overlaps(const char* name, Start start, unsigned* count) {
-    int device = 0, major = 0;
+// Where the device has no such launches the attribute is left out, and where what runs has been
+// compiled from the PTX of a device that has none: there is no wait in it.
+inline treewy_status overlaps(const char* name, const void* kernel, Start start, unsigned* count) {
     *count = 0;
     if (start == Start::kAfterPrevious) return TREEWY_OK;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess) {
-        status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    }
-    *count = major >= 9 ? 1 : 0;
-    return status == cudaSuccess ? TREEWY_OK : fail_cuda(name, status);
+    cudaFuncAttributes has;
+    const cudaError_t status = cudaFuncGetAttributes(&has, kernel);
+    if (status != cudaSuccess) return fail_cuda(name, status);
+    *count = has.ptxVersion >= 90 ? 1 : 0;
+    return TREEWY_OK;
 }
 
 // Launches `kernel` with one parameter; `name` is the operation, for messages.
@@ -165,7 +164,7 @@ treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid,
     config.dynamicSmemBytes = shared;
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &attribute;
-    const treewy_status found = overlaps(name, start, &config.numAttrs);
+    const treewy_status found = overlaps(name, function, start, &config.numAttrs);
     if (found != TREEWY_OK) return found;
     void* arguments[] = {const_cast<Params*>(&params)};
     const cudaError_t status = cudaLaunchKernelExC(&config, function, arguments);
