@@ -177,6 +177,7 @@ class Engine:
 
     def _step(self) -> None:
         """Goes on where nothing has changed, or else hears of the last step and plans a new one."""
+        self._scheduler.begin_step()
         if self._go_on():
             self._finish()
             return

@@ -90,7 +90,9 @@ class Scheduler:
         self._memory = memory
         self._free = free
         self._wait = wait or BatchWait()
+        # Steps that those who could start have waited, this one among them once it was looked at.
         self._waited = 0
+        self._counted = False
         self._waiting: list[Request] = []
         self._admitted: list[Request] = []
         self._arrivals = 0
@@ -128,6 +130,10 @@ class Scheduler:
         self._arrivals += 1
         bisect.insort(self._waiting, request, key=_order)
 
+    def begin_step(self) -> None:
+        """Tells that an engine step begins, in which `admit` may be asked more than once."""
+        self._counted = False
+
     def make_room(self) -> list[Request]:
         """Lets every decoding sequence grow, by preempting others or itself; returns those."""
         preempted: list[Request] = []
@@ -153,6 +159,8 @@ class Scheduler:
     def admit(self) -> list[Admission]:
         """Gives slots to those who wait, in order, as long as the first of them fits."""
         admissions: list[Admission] = []
+        if not self._waiting:
+            self._waited = 0
         if not (self._waiting and self._free_slots) or self._waits_for_others():
             return admissions
         # Who holds all that it can ever need takes no block from the one that is admitted.
@@ -171,22 +179,25 @@ class Scheduler:
                 self._waiting.insert(0, request)
                 self._return_slot(request)
                 break
+            # Not before: who has waited and finds no memory starts as soon as there is some.
+            self._waited = 0
             admissions.append(Admission(request, prefix))
             others += self._memory.may_grow(request)
         return admissions
 
     def _waits_for_others(self) -> bool:
-        """Whether those that could start now are kept back this time; counts the times."""
+        """Whether those that could start now are kept back this time; counts the steps."""
+        if not self._wait.steps:
+            return False
+        if not self._counted:
+            self._waited += 1
+            self._counted = True
         running = [r for r in self._admitted if not r.finished]
         could = self._waiting[: len(self._free_slots)]
         tokens = sum(request.num_to_prefill for request in could)
         # A prompt under way has its step in any case, which more of them may join.
         alone = not running or not all(request.prompt_done for request in running)
-        if alone or self._waited >= self._wait.steps or tokens >= self._wait.tokens:
-            self._waited = 0
-            return False
-        self._waited += 1
-        return True
+        return not (alone or self._waited > self._wait.steps or tokens >= self._wait.tokens)
 
     def prompt_tokens(self) -> int:
         """Prompt tokens that this step could run."""

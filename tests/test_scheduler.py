@@ -541,6 +541,36 @@ def test_a_full_batch_waits_for_nobody_longer(model):
     assert [r.finish_reason for r in requests] == ["length"] * 3
 
 
+def test_a_step_counts_once_however_often_it_asks(model):
+    """The device's steps go on, or are planned anew: both look for those who can start."""
+    _, engine = waiting_engine(model, BatchWait(3, 1000))
+    engine.add(make_request(0, [1, 2], 30))
+    engine.step()
+    engine.step()
+    engine.add(make_request(1, [1, 2], 30))
+    for _ in range(3):
+        engine._scheduler.begin_step()
+        assert not engine._scheduler.admit()
+        assert not engine._scheduler.admit()
+    engine._scheduler.begin_step()
+    assert len(engine._scheduler.admit()) == 1
+
+
+@pytest.mark.parametrize("steps", [2, 5, 9])
+def test_who_has_waited_starts_as_soon_as_there_is_memory(model, steps):
+    """And does not wait once more for each time that there was none."""
+    admitted = []
+    for wait in (None, BatchWait(steps, 1000)):
+        executor = make_executor(model, num_blocks=30)
+        engine = make_engine(executor, batch_wait=wait, budget=128)
+        sizes = ((4, 80), (64, 12), (64, 12))
+        requests = [make_request(i, [1] * length, count) for i, (length, count) in enumerate(sizes)]
+        admitted.append(admission_steps(engine, requests, [0, 0, 1]))
+        check_nothing_leaked(engine)
+    assert admitted[0] == admitted[1]
+    assert admitted[0][2] > 11
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
