@@ -319,6 +319,12 @@ def make_policy(
     return AutoTrees(buckets.nodes, buckets.batch, max_tokens=max_tokens)
 
 
+def check_limit(name: str, value: Any) -> None:
+    """Raises ValueError unless a limit is an integer above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+
+
 def check_limits(
     config: ModelConfig, max_batch_size: int | None, max_seq_len: int, max_num_tokens: int
 ) -> None:
@@ -328,8 +334,7 @@ def check_limits(
         ("max_seq_len", max_seq_len),
         ("max_num_tokens", max_num_tokens),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        check_limit(name, value)
     if max_batch_size is not None and max_batch_size > MAX_BATCH_SIZE:
         raise ValueError(f"max_batch_size is {max_batch_size}, expected at most {MAX_BATCH_SIZE}")
     if max_seq_len > config.max_position_embeddings:

@@ -578,6 +578,9 @@ def test_who_has_waited_starts_as_soon_as_there_is_memory(model, steps):
         ({"batch_wait_timeout_iters": True}, "got True"),
         ({"batch_wait_max_tokens_ratio": 1.5}, "must be from 0 to 1, got 1.5"),
         ({"batch_wait_max_tokens_ratio": "a"}, "got 'a'"),
+        ({"max_num_tokens": None}, "max_num_tokens must be an integer >= 1, got None"),
+        ({"max_num_tokens": "8"}, "max_num_tokens must be an integer >= 1, got '8'"),
+        ({"max_num_tokens": float("nan")}, "max_num_tokens must be an integer >= 1, got nan"),
     ],
 )
 def test_settings_of_the_wait_are_checked(shipped_model, settings, message):

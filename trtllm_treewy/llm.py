@@ -31,7 +31,7 @@ from .model.dummy import dummy_model, dummy_rank
 from .outputs import CompletionOutput, RequestOutput
 from .rank_config import shard_config
 from .runtime import async_engine
-from .runtime.build import build_engine
+from .runtime.build import build_engine, check_limit
 from .runtime.detokenizer import Detokenizer
 from .runtime.devices import Devices, devices_of
 from .runtime.engine_files import EngineRank, check_ranks, executor_maker
@@ -125,6 +125,7 @@ class LLM:
     ) -> None:
         _refuse_others(others)
         _check_ranks(tensor_parallel_size)
+        check_limit("max_num_tokens", max_num_tokens)
         _check_batch_wait(batch_wait_timeout_iters, batch_wait_max_tokens_ratio)
         self.speculation = speculation_config_from(speculative_config)
         cache_config = kv_cache_config_from(kv_cache_config)
