@@ -5,6 +5,7 @@
 // kernels are tested on a CPU.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -133,14 +134,25 @@ inline treewy_status allow_shared(const char* name, const void* kernel, size_t s
 }
 
 // Where the device has no such launches the attribute is left out, and where what runs has been
-// compiled from the PTX of a device that has none: there is no wait in it.
+// compiled from the PTX of a device that has none: there is no wait in it. All kernels are compiled
+// for the same devices, so that one of them says it for all; it is asked once for a device.
 inline treewy_status overlaps(const char* name, const void* kernel, Start start, unsigned* count) {
+    static std::atomic<int> known[32];  // by device: 0 not asked yet, 1 no, 2 yes
     *count = 0;
     if (start == Start::kAfterPrevious) return TREEWY_OK;
-    cudaFuncAttributes has;
-    const cudaError_t status = cudaFuncGetAttributes(&has, kernel);
+    int device = 0, found = 0;
+    cudaError_t status = cudaGetDevice(&device);
     if (status != cudaSuccess) return fail_cuda(name, status);
-    *count = has.ptxVersion >= 90 ? 1 : 0;
+    const bool keeps = device < 32;
+    if (keeps) found = known[device].load(std::memory_order_relaxed);
+    if (found == 0) {
+        cudaFuncAttributes has;
+        status = cudaFuncGetAttributes(&has, kernel);
+        if (status != cudaSuccess) return fail_cuda(name, status);
+        found = has.ptxVersion >= 90 ? 2 : 1;
+        if (keeps) known[device].store(found, std::memory_order_relaxed);
+    }
+    *count = found == 2 ? 1 : 0;
     return TREEWY_OK;
 }
 
