@@ -137,7 +137,7 @@ inline treewy_status allow_shared(const char* name, const void* kernel, size_t s
 // compiled from the PTX of a device that has none: there is no wait in it. All kernels are compiled
 // for the same devices, so that one of them says it for all; it is asked once for a device.
 inline treewy_status overlaps(const char* name, const void* kernel, Start start, unsigned* count) {
-    static std::atomic<int> known[32];  // by device: 0 not asked yet, 1 no, 2 yes
+    static std::atomic<int> known[32] = {};  // by device: 0 not asked yet, 1 no, 2 yes
     *count = 0;
     if (start == Start::kAfterPrevious) return TREEWY_OK;
     int device = 0, found = 0;
