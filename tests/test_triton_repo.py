@@ -636,6 +636,34 @@ def test_the_guard_of_a_process_ends_with_it():
         assert region.exists()  # the server's to remove
 
 
+ENDING = """
+import os, time
+from trtllm_treewy.runtime.triton.guard import end_with_server
+end_with_server()
+if os.fork() == 0:
+    raise SystemExit  # that is not the end of who has the guard
+os.wait()
+assert os.waitpid(-1, os.WNOHANG) == (0, 0)  # the guard runs
+"""
+FIRST = """
+import ctypes, os, subprocess, sys, time
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # gets the children of the dead, as process 1 does
+assert subprocess.run([sys.executable, "-c", sys.argv[1]]).returncode == 0
+time.sleep(0.5)
+try:
+    print(os.waitpid(-1, 0))
+except ChildProcessError:
+    print("nothing")
+"""
+
+
+def test_a_process_that_ends_by_itself_leaves_nothing_for_its_server_to_wait_for():
+    """A server that is the first process of a container does not, and its table would fill."""
+    command = [sys.executable, "-c", FIRST, ENDING]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.strip() == "nothing", ended.stderr
+
+
 def test_a_process_of_a_model_whose_server_has_gone_already_ends_at_once():
     """Its parent is another then."""
     gone = subprocess.Popen([sys.executable, "-c", ""])

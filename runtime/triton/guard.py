@@ -9,6 +9,7 @@ either. A process of its own waits for neither.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -43,6 +44,20 @@ def end_with_server() -> None:
             _guard(stub, server, regions)
         finally:
             os._exit(0)
+    atexit.register(_dismiss, stub, child)
+
+
+def _dismiss(stub: int, guard: int) -> None:
+    """Ends the guard of a process that ends by itself, and takes note of its end.
+
+    Nobody else may: a server that is the first process of a container gets the children of the
+    dead, and does not ask for them.
+    """
+    if os.getpid() != stub:
+        return  # a fork of it
+    with suppress(OSError):
+        os.kill(guard, signal.SIGKILL)
+        os.waitpid(guard, 0)
 
 
 def _guard(stub: int, server: int, regions: list[str]) -> None:
