@@ -209,7 +209,8 @@ class StateManager:
             )
         step.check_complete()
         accepted = accepted.to(torch.int32)
-        self.policy.commit(tree, accepted, step)
+        if self.shape.layers:  # a model may have attention alone
+            self.policy.commit(tree, accepted, step)
         torch.ops.treewy.conv_commit(
             self.conv_state,
             tree.slot,
