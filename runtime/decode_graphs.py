@@ -112,7 +112,7 @@ class DecodeGraphs:
     @property
     def num_shapes(self) -> int:
         """Shapes that `capture_all` captures."""
-        return len(self.sizes.batch)
+        return len(self._first_shapes)
 
     def capture_all(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures steps now, the largest first; others as they are met.
@@ -120,12 +120,17 @@ class DecodeGraphs:
         Those of whole trees, or of all numbers of nodes (`GraphOptions.all_nodes`). Later captures
         find their memory in the pool of the largest. `progress` is told how many are done.
         """
-        widths = self.sizes.nodes if self.options.all_nodes else self.sizes.nodes[-1:]
-        shapes = [(b, n) for b in reversed(self.sizes.batch) for n in reversed(widths)]
+        shapes = self._first_shapes
         for done, (batch, nodes) in enumerate(shapes, start=1):
             self._record_step(batch, nodes, self._bound(0))
             if progress is not None:
                 progress(done, len(shapes))
+
+    @property
+    def _first_shapes(self) -> list[Shape]:
+        """What is captured at the start, in that order."""
+        widths = self.sizes.nodes if self.options.all_nodes else self.sizes.nodes[-1:]
+        return [(b, n) for b in reversed(self.sizes.batch) for n in reversed(widths)]
 
     def _bound(self, max_context: int) -> int:
         """The bound of contexts that a step of at most `max_context` tokens is captured for."""

@@ -197,6 +197,18 @@ def test_all_that_is_captured_is_told_as_one(model):
     assert executor.prompt_graphs is None
 
 
+def test_all_numbers_of_nodes_are_told(model):
+    """`auto` captures steps of each size for each batch."""
+    executor = make_executor(model)
+    speculation = MTPDecodingConfig(max_draft_len=3, tree_policy="auto")
+    drafter = make_drafter(executor, speculation)
+    told = []
+    graphs = CudaGraphConfig(batch_sizes=(1, 4), max_prompt_tokens=0)
+    make_decoder(executor, drafter, speculation, graphs, 100, lambda *of: told.append(of))
+    assert len(told) == 2 * len(executor.graphs.sizes.nodes) > 2
+    assert told == [(n + 1, len(told)) for n in range(len(told))]
+
+
 def test_shapes():
     """A sequence count has tokens to share; the largest shape is the limit itself."""
     shapes = prompt_shapes(2048, 64)
