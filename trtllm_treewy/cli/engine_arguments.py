@@ -65,7 +65,7 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> argpa
     )
     engine.add_argument(
         "--batch-wait-iters",
-        type=natural,
+        type=unsigned,
         default=0,
         metavar="N",
         help="most engine steps that a prompt waits, while others decode, for more to be computed "
@@ -281,13 +281,6 @@ def number(text: str) -> float:
 
 
 def unsigned(text: str) -> int:
-    """An integer of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}")
-    return int(text)
-
-
-def natural(text: str) -> int:
     """An integer of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}")

@@ -24,14 +24,8 @@ def tree_conv(
     bias: Tensor | None = None,
 ) -> Tensor:
     """`ops.tree_conv` by one launch."""
-    tensors: tuple[Tensor | None, ...] = (x, conv_state, slot, parents, num_nodes, weight, bias)
-    call, tensors = prepare("tree_conv", tensors, _setup_tree_conv)
-    if call.reason is not None:
-        result: Tensor = call_reference("tree_conv", call, tensors)
-        return result
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    call.launch((*tensors, y))
-    return y
+    tensors = (x, conv_state, slot, parents, num_nodes, weight, bias)
+    return _run_tree_conv("tree_conv", x, tensors)
 
 
 def tree_conv_into(
@@ -45,11 +39,15 @@ def tree_conv_into(
     stash: Tensor,
 ) -> Tensor:
     """`ops.tree_conv_into` by one launch."""
-    tensors: tuple[Tensor | None, ...]
     tensors = (x, conv_state, slot, parents, num_nodes, weight, bias, stash)
-    call, tensors = prepare("tree_conv_into", tensors, _setup_tree_conv)
+    return _run_tree_conv("tree_conv_into", x, tensors)
+
+
+def _run_tree_conv(name: str, x: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
+    """Either operator of trees: y, of the shape of `x`."""
+    call, tensors = prepare(name, tensors, _setup_tree_conv)
     if call.reason is not None:
-        result: Tensor = call_reference("tree_conv_into", call, tensors)
+        result: Tensor = call_reference(name, call, tensors)
         return result
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     call.launch((*tensors, y))
