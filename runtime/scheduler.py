@@ -10,6 +10,9 @@ from .prefix_cache import CachedPrefix
 from .request import Request
 from .sequence_memory import SequenceMemory
 
+# Of requests that ask for none.
+NORMAL_PRIORITY = 0
+
 
 @dataclass(frozen=True)
 class PrefillChunk:
@@ -34,7 +37,8 @@ class BatchWait:
 
     A prompt step reads every weight, as a decoding step does, so that few prompts cost nearly what
     many do. Requests wait while sequences decode, for at most `steps` engine steps, and no longer
-    than until prompts of `tokens` tokens have come together.
+    than until prompts of `tokens` tokens have come together, or a request of a higher priority than
+    `NORMAL_PRIORITY`.
     """
 
     steps: int = 0
@@ -192,6 +196,8 @@ class Scheduler:
         if not self._counted:
             self._waited += 1
             self._counted = True
+        if self._waiting[0].priority > NORMAL_PRIORITY:
+            return False
         running = [r for r in self._admitted if not r.finished]
         could = self._waiting[: len(self._free_slots)]
         tokens = sum(request.num_to_prefill for request in could)

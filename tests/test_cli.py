@@ -4,6 +4,7 @@
 """
 
 import argparse
+import inspect
 import io
 import json
 import os
@@ -17,7 +18,7 @@ import types
 
 import pytest
 
-from trtllm_treewy import cli
+from trtllm_treewy import LLM, cli
 from trtllm_treewy.cli import arguments, sizes
 from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.outputs import AcceptanceStats, CompletionOutput, RequestOutput
@@ -227,10 +228,26 @@ def test_block_reuse_flags(flags, reuse, fake_llm, model):
     assert fake_llm.made[0].settings["kv_cache_config"] == KvCacheConfig(enable_block_reuse=reuse)
 
 
-@pytest.mark.parametrize(("flags", "steps"), [((), 0), (("--batch-wait-iters", "6"), 6)])
-def test_batch_wait_flag(flags, steps, fake_llm, model):
+@pytest.mark.parametrize(
+    ("flags", "steps", "ratio"),
+    [
+        ((), 0, 0.5),
+        (("--batch-wait-iters", "6"), 6, 0.5),
+        (("--batch-wait-iters", "6", "--batch-wait-max-tokens-ratio", "0.25"), 6, 0.25),
+    ],
+)
+def test_batch_wait_flags(flags, steps, ratio, fake_llm, model):
     assert run("generate", model, "p", *flags) == 0
-    assert fake_llm.made[0].settings["batch_wait_timeout_iters"] == steps
+    settings = fake_llm.made[0].settings
+    assert settings["batch_wait_timeout_iters"] == steps
+    assert settings["batch_wait_max_tokens_ratio"] == ratio
+
+
+def test_the_flags_of_the_wait_have_the_defaults_of_the_python_api():
+    args = arguments.parse(["generate", "MODEL", "p"])
+    own = inspect.signature(LLM).parameters
+    assert args.batch_wait_iters == own["batch_wait_timeout_iters"].default
+    assert args.batch_wait_max_tokens_ratio == own["batch_wait_max_tokens_ratio"].default
 
 
 GRAPHS = [
@@ -512,6 +529,10 @@ ERRORS = [
     (
         ["generate", "MODEL", "p", "--top-p", "1.5"],
         r"error: --top-p must be a number in \[0, 1\], got 1.5",
+    ),
+    (
+        ["generate", "MODEL", "p", "--batch-wait-max-tokens-ratio", "1.5"],
+        "--batch-wait-max-tokens-ratio: expected a number from 0 to 1, got '1.5'",
     ),
     (["generate", "MODEL", "p", "--top-k", "-1"], "--top-k: expected an integer >= 0, got '-1'"),
     (["generate", "MODEL", "p", "--seed", "x"], "--seed: expected an integer >= 0, got 'x'"),

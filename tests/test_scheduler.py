@@ -556,6 +556,18 @@ def test_a_step_counts_once_however_often_it_asks(model):
     assert len(engine._scheduler.admit()) == 1
 
 
+def test_a_high_priority_ends_the_wait_of_all_and_a_low_one_does_not(model):
+    _, engine = waiting_engine(model, BatchWait(50, 1000))
+    jobs = [([1, 2], 40, 0), ([3], 20, 0), ([4], 20, -1), ([5], 20, 1), ([6], 20, 0)]
+    requests = [
+        make_request(i, prompt, count, priority=priority)
+        for i, (prompt, count, priority) in enumerate(jobs)
+    ]
+    admitted = admission_steps(engine, requests, [0, 2, 3, 7, 9])
+    assert [admitted[i] for i in range(4)] == [0, 7, 7, 7]
+    assert admitted[4] > 12
+
+
 @pytest.mark.parametrize("steps", [2, 5, 9])
 def test_who_has_waited_starts_as_soon_as_there_is_memory(model, steps):
     """And does not wait once more for each time that there was none."""

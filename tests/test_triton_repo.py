@@ -255,6 +255,7 @@ SETTINGS = [
     ["--tensor-parallel-size", "2", "--gpus", "1,3", "--python-executable", "/opt/p/bin/python3"],
     ["--request-timeout", "90"],
     ["--no-cuda-graphs", "--load-format", "dummy"],
+    ["--batch-wait-iters", "4", "--batch-wait-max-tokens-ratio", "0.125"],
     ["--cuda-graph-batch-sizes", "1,4", "--no-cuda-graph-padding"],
     ["--cuda-graph-max-batch-size", "2"],
     ["--no-speculation", "--no-exclude-input-in-output", "--max-prompt-tokens", "7"],
@@ -274,6 +275,10 @@ def test_parameters_say_what_the_flags_said(flags):
 
 BAD_PARAMETERS = [
     ({"dtype": "int8"}, "parameter dtype: invalid choice: 'int8'"),
+    (
+        {"batch_wait_max_tokens_ratio": "-1"},
+        "parameter batch_wait_max_tokens_ratio: expected a number from 0 to 1, got '-1'",
+    ),
     ({"max_batch_size": "0"}, "parameter max_batch_size: expected an integer >= 1, got '0'"),
     ({"draft_tree_width": "2"}, "draft_tree_width; did you mean draft_tree_widths"),
     ({"block_reuse": "perhaps"}, "parameter block_reuse must be true or false, got 'perhaps'"),

@@ -83,7 +83,7 @@ class LLM:
         batch_wait_timeout_iters: engine steps that a request which could start waits, while others
             decode, for more to start with it. A prompt step reads all weights, so that several
             prompts together cost little more than one: more throughput under load, a later first
-            token.
+            token. A request of a priority above 0 does not wait, nor do others once it is there.
         batch_wait_max_tokens_ratio: part of `max_num_tokens`; prompts that are as long together
             wait no longer.
         device: a torch device; by default a GPU where torch finds one. With `tensor_parallel_size`

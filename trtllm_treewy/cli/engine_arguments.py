@@ -72,6 +72,14 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> argpa
         "with it: more throughput under load, a later first token (default: %(default)s)",
     )
     engine.add_argument(
+        "--batch-wait-max-tokens-ratio",
+        type=part,
+        default=0.5,
+        metavar="PART",
+        help="from 0 to 1: prompts that have this part of a step's tokens (8192) together wait no "
+        "longer (default: %(default)s)",
+    )
+    engine.add_argument(
         "--block-reuse",
         action=argparse.BooleanOptionalAction,
         default=KvCacheConfig.enable_block_reuse,
@@ -277,6 +285,14 @@ def number(text: str) -> float:
         value = math.nan
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
+    return value
+
+
+def part(text: str) -> float:
+    """A number from 0 to 1."""
+    value = number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
     return value
 
 

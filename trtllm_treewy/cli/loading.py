@@ -50,6 +50,7 @@ def loaded_llm(
             max_batch_size=min(num_prompts, args.max_batch_size),
             max_seq_len=args.max_seq_len,
             batch_wait_timeout_iters=args.batch_wait_iters,
+            batch_wait_max_tokens_ratio=args.batch_wait_max_tokens_ratio,
             device=args.device,
             load_format=args.load_format,
             tensor_parallel_size=args.tensor_parallel_size,
