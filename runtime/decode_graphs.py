@@ -276,7 +276,7 @@ class DecodeGraphs:
 
     def _extend(self, batch: int, bound: int) -> None:
         assert self.drafts is not None
-        self.drafts.extend(batch, bound)
+        self.drafts.enter(batch, bound)
 
     # ---- replays
 

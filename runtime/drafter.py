@@ -116,7 +116,7 @@ class MtpCache:
         newest = torch.cat([pairs.hidden[-1:] for pairs in full.values()])
         for slot, pairs in full.items():
             self._pending[slot] = pairs.part(0, -1)
-        self.extend([*full])
+        self._executor.draft_enter(*self._take_all([*full]))
         for row, (slot, pairs) in enumerate(full.items()):
             self._pending[slot] = _Pairs(pairs.token_ids[-1:], newest[row : row + 1])
 
@@ -142,6 +142,11 @@ class MtpCache:
         for slot in slots:
             if slot not in self._pending:
                 raise ValueError(f"slot {slot} has no verified token to draft from")
+        output = self._executor.draft_extend(*self._take_all(slots))
+        return output.logits, output.hidden
+
+    def _take_all(self, slots: Sequence[int]) -> tuple[PrefillBatch, Tensor]:
+        """The pending pairs of `slots`, which have entered then: a batch, and hidden states."""
         pairs = [self._pending.pop(slot) for slot in slots]
         lengths = [len(some.token_ids) for some in pairs]
         contexts = [self._length.get(slot, 0) for slot in slots]
@@ -149,8 +154,7 @@ class MtpCache:
             self._length[slot] = context + length
         token_ids = [token for some in pairs for token in some.token_ids]
         batch = PrefillBatch.pack(token_ids, lengths, slots, contexts, self._executor.device)
-        output = self._executor.draft_extend(batch, torch.cat([some.hidden for some in pairs]))
-        return output.logits, output.hidden
+        return batch, torch.cat([some.hidden for some in pairs])
 
 
 @dataclass(frozen=True)

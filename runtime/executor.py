@@ -140,6 +140,10 @@ class Executor(Protocol):
         """
         ...
 
+    def draft_enter(self, batch: PrefillBatch, hidden: Tensor) -> None:
+        """Enters them as `draft_extend` does, for later: nothing is drafted from the last ones."""
+        ...
+
     def draft(
         self,
         token_ids: Tensor,

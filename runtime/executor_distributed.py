@@ -170,6 +170,9 @@ class DistributedExecutor:
         output: StepOutput = self._on_all("draft_extend", batch, hidden)
         return output
 
+    def draft_enter(self, batch: PrefillBatch, hidden: Tensor) -> None:
+        self._on_all("draft_enter", batch, hidden)
+
     def draft(
         self,
         token_ids: Tensor,

@@ -223,6 +223,9 @@ class NetworkExecutor(SequencePools):
         order = torch.tensor([place[row] for row in sorted(place)], device=self.device)
         return StepOutput(*(torch.cat(some)[order] for some in zip(*outputs, strict=True)))
 
+    def draft_enter(self, batch: PrefillBatch, hidden: Tensor) -> None:
+        self.draft_extend(batch, hidden)  # the network has one way through
+
     def _extend(
         self, batch: PrefillBatch, group: _Extension, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:

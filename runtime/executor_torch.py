@@ -121,6 +121,12 @@ class TorchExecutor(SequencePools):
         return StepOutput(self.model.logits(last), last)
 
     @torch.inference_mode()
+    def draft_enter(self, batch: PrefillBatch, hidden: Tensor) -> None:
+        # Keys and values of one layer are as few launches as a captured step of them.
+        attention = layers_from(self.kv_cache.prefill(batch), self._first_mtp_layer)
+        self._steps.draft_enter(batch.token_ids, hidden, batch.positions, attention)
+
+    @torch.inference_mode()
     def draft(
         self,
         token_ids: Tensor,

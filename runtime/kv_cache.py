@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from trtllm_treewy import triton_ops
 from trtllm_treewy.batch import PrefillBatch, TreeBatch, upload, upload_all
-from trtllm_treewy.model import AttentionStep, PackedHeads
+from trtllm_treewy.model import PackedHeads, StoringStep
 from trtllm_treewy.topology import valid_nodes
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class KvCache:
             if not self._refs[block]:
                 self._free.append(block)
 
-    def verify(self, tree: TreeBatch) -> AttentionStep:
+    def verify(self, tree: TreeBatch) -> StoringStep:
         """Attention of a draft tree over its context and its own ancestors.
 
         Node t is written to the provisional row `context_len + t`; it attends the committed rows
@@ -277,7 +277,7 @@ class KvCache:
         base: Tensor | None = None,
         count: Tensor | None = None,
         first: int = 0,
-    ) -> AttentionStep:
+    ) -> StoringStep:
         """`tree_step` whose queries' keys and values go to rows one after the other.
 
         Args:
@@ -321,7 +321,7 @@ class KvCache:
         own: Tensor,
         write_offsets: Tensor,
         max_context: int,
-    ) -> AttentionStep:
+    ) -> StoringStep:
         """The step of a tree: all see the context, and behind it what `own` names.
 
         Args:
@@ -341,7 +341,7 @@ class KvCache:
         mask = (behind < 0)[:, None] | (seen & ((behind >= 0) & (behind < entries))[:, None])
         return self.step(slot, write_offsets, mask & own.any(-1, keepdim=True))
 
-    def step(self, slot: Tensor, write_offsets: Tensor, mask: Tensor) -> AttentionStep:
+    def step(self, slot: Tensor, write_offsets: Tensor, mask: Tensor) -> StoringStep:
         """The general step: write some rows, then attend under any mask.
 
         Args:
@@ -370,7 +370,7 @@ class KvCache:
         allowed = mask & (read < self._sink)[:, None]
         return TreeAttention(self, self._physical(slot, write_offsets), read, allowed)
 
-    def prefill(self, batch: PrefillBatch) -> AttentionStep:
+    def prefill(self, batch: PrefillBatch) -> StoringStep:
         """Causal attention of prompt tokens, appended behind `context_lens` of each sequence.
 
         Raises:
@@ -531,12 +531,21 @@ class TreeAttention:
         out = out.masked_fill(~self._attends[None, :, None, :, None], 0.0)
         return out.permute(1, 3, 0, 2, 4).reshape(batch, queries, heads, dim).to(q.dtype)
 
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Writes this layer's rows, and attends nothing."""
+        self._put(self._cache.k[layer], k)
+        self._put(self._cache.v[layer], v)
+
     def _exchange(self, pool: Tensor, new: Tensor, batch: int) -> Tensor:
         """Writes new rows into one layer's pool, then gathers those to read [kv_heads, B, S, D]."""
         heads, _, dim = pool.shape
-        flat = pool.view(-1, dim)
-        flat[self._write] = new.permute(2, 0, 1, 3).reshape(-1, dim).to(pool.dtype)
-        return flat.index_select(0, self._read).view(heads, batch, -1, dim)
+        self._put(pool, new)
+        return pool.view(-1, dim).index_select(0, self._read).view(heads, batch, -1, dim)
+
+    def _put(self, pool: Tensor, new: Tensor) -> None:
+        dim = pool.shape[2]
+        rows = new.permute(2, 0, 1, 3).reshape(-1, dim)
+        pool.view(-1, dim)[self._write] = rows.to(pool.dtype)
 
 
 class PagedAttention:
@@ -566,7 +575,7 @@ class PagedAttention:
         from trtllm_treewy.triton_ops import attention
 
         cache = self._cache
-        attention.append_rows(k, v, cache.k[layer], cache.v[layer], self._target)
+        self.store(layer, k, v)
         return attention.tree_attention(
             q,
             cache.k[layer],
@@ -581,24 +590,23 @@ class PagedAttention:
             max_rows=cache.max_seq_len,
         )
 
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Writes this layer's rows, and attends nothing."""
+        from trtllm_treewy.triton_ops import attention
+
+        attention.append_rows(k, v, self._cache.k[layer], self._cache.v[layer], self._target)
+
+    def store_packed(self, layer: int, heads: PackedHeads) -> None:
+        """As `PackedAttentionStep.store_packed`."""
+        _place(self._cache, layer, heads, self._target)
+
     def attend_packed(self, layer: int, heads: PackedHeads, scale: float) -> Tensor:
         """As `PackedAttentionStep.attend_packed`; `heads.packed` is [B, Nq, ...]."""
         from trtllm_treewy.triton_ops import attention
-        from trtllm_treewy.triton_ops.heads import place_heads
 
         cache, packed = self._cache, heads.packed
         k_pool, v_pool = cache.k[layer], cache.v[layer]
-        q = place_heads(
-            packed.flatten(0, 1),
-            heads.q_norm,
-            heads.k_norm,
-            heads.frequencies,
-            heads.positions.flatten(),
-            self._target.flatten(),
-            k_pool,
-            v_pool,
-            heads.heads,
-        )
+        q = _place(cache, layer, heads, self._target)
         gates = packed[..., : 2 * heads.heads * cache.head_dim]
         return attention.tree_attention(
             q.view(*packed.shape[:2], heads.heads, cache.head_dim),
@@ -658,21 +666,29 @@ class PagedPrefill:
     def attend_packed(self, layer: int, heads: PackedHeads, scale: float) -> Tensor:
         """As `PackedAttentionStep.attend_packed`; `heads.packed` is [T, ...]."""
         from trtllm_treewy.triton_ops import prefill_attention
-        from trtllm_treewy.triton_ops.heads import place_heads
 
         cache, packed = self._cache, heads.packed
         keys, values = cache.k[layer], cache.v[layer]
         plan = self._plan_of(heads.heads)
-        q = place_heads(
-            packed, heads.q_norm, heads.k_norm, heads.frequencies, heads.positions,
-            plan.target, keys, values, heads.heads,
-        )  # fmt: skip
+        q = _place(cache, layer, heads, plan.target)
         out = prefill_attention.prefill_attention(
             q, keys, values, self._table, plan.listed, scale,
             page=cache.block_size, tiles=plan.tiles,
         )  # fmt: skip
         gates = packed[:, : 2 * heads.heads * cache.head_dim].unflatten(-1, (heads.heads, 2, -1))
         return out.mul_(torch.sigmoid(gates[:, :, 1]))
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Writes this layer's rows, and attends nothing."""
+        from trtllm_treewy.triton_ops import attention
+
+        cache = self._cache
+        target = self._plan_of(cache.num_kv_heads).target
+        attention.append_rows(k[None], v[None], cache.k[layer], cache.v[layer], target)
+
+    def store_packed(self, layer: int, heads: PackedHeads) -> None:
+        """As `PackedAttentionStep.store_packed`; `heads.packed` is [T, ...]."""
+        _place(self._cache, layer, heads, self._plan_of(heads.heads).target)
 
     def _plan_of(self, heads: int) -> PromptPlan:
         groups = heads // self._cache.num_kv_heads
@@ -721,10 +737,38 @@ class PrefillAttention:
             out[span] = mixed.masked_fill(faulty[:, :, None], float("nan"))
         return out
 
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Appends this layer's rows, and attends nothing."""
+        for start, length, _, rows in self._spans:
+            for pool, new in ((self._cache.k[layer], k), (self._cache.v[layer], v)):
+                _put(pool, new[start : start + length], rows)
+
     def _append(self, pool: Tensor, new: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Writes one sequence's new rows; its finite rows [kv_heads, S, D] and the others' mask."""
-        pool[:, rows[-new.shape[0] :]] = new.transpose(0, 1).to(pool.dtype)
+        _put(pool, new, rows)
         return _clear_non_finite(pool[:, rows])
+
+
+def _put(pool: Tensor, new: Tensor, rows: Tensor) -> None:
+    """New keys or values [n, kv_heads, D] into the last of a sequence's `rows`."""
+    pool[:, rows[-new.shape[0] :]] = new.transpose(0, 1).to(pool.dtype)
+
+
+def _place(cache: KvCache, layer: int, heads: PackedHeads, target: Tensor) -> Tensor:
+    """Keys and values to their physical rows `target`; queries [T, heads, D]."""
+    from trtllm_treewy.triton_ops.heads import place_heads
+
+    return place_heads(
+        heads.packed.flatten(0, -2),
+        heads.q_norm,
+        heads.k_norm,
+        heads.frequencies,
+        heads.positions.flatten(),
+        target.flatten(),
+        cache.k[layer],
+        cache.v[layer],
+        heads.heads,
+    )
 
 
 def _causal(q: Tensor, keys: Tensor, values: Tensor, context: int, scale: float) -> Tensor:

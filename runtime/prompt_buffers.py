@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trtllm_treewy import triton_ops
 from trtllm_treewy.batch import PrefillBatch, carve, packed_bytes, positions_of, upload_into
-from trtllm_treewy.model import AttentionStep
+from trtllm_treewy.model import StoringStep
 
 from .buckets import bucket_sizes
 from .kv_cache import KvCache, PagedPrefill, PrefillAttention, PromptPlan
@@ -153,7 +153,7 @@ class PromptBuffers:
         vars(batch)["positions"] = at.positions
         return batch
 
-    def attention(self, shape: PromptShape) -> AttentionStep:
+    def attention(self, shape: PromptShape) -> StoringStep:
         """Attention of the step over what the buffers hold."""
         at = self._places[shape]
         if at.tiles is None:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from trtllm_treewy.draft_tree import TreeTopology
 from trtllm_treewy.model import (
-    AttentionStep,
     FusedModel,
     PackedAttentionStep,
     PackedHeads,
     Qwen3_5ForCausalLM,
+    StoringStep,
 )
 
 from .decode_buffers import DecodeBuffers
@@ -46,6 +46,21 @@ class _Level:
     inner: Tensor | None
     source: Tensor
     sees: Tensor
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Pairs that the module has yet to see.
+
+    Attributes:
+        inputs: tokens and positions int64 [B, P], hidden states [B, P, hidden] between them.
+        attention: the step that enters them.
+        count: int32 [B], how many each row has.
+    """
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+    attention: StoringStep
+    count: Tensor
 
 
 def _levels(topology: TreeTopology, device: torch.device) -> list[_Level]:
@@ -140,6 +155,18 @@ class StaticDrafts:
         Returns:
             The module's output [B, hidden] at each row's last pair.
         """
+        pairs = self._pairs(batch, max_context)
+        out = self._model.draft(*pairs.inputs, pairs.attention)
+        last = (pairs.count - 1).clamp(min=0).long()[:, None, None].expand(-1, 1, out.shape[2])
+        return out.gather(1, last)[:, 0]
+
+    def enter(self, batch: int, max_context: int) -> None:
+        """Enters them as `extend` does, and computes nothing that only a draft needs."""
+        pairs = self._pairs(batch, max_context)
+        self._model.draft_enter(*pairs.inputs, pairs.attention)
+
+    def _pairs(self, batch: int, max_context: int) -> _Pairs:
+        """The pending pairs of the rows to draft for, and the step that enters them."""
         buffers, device = self._buffers, self._buffers.device
         slot, context = buffers.draft_slot(batch), buffers.draft_context(batch)
         index = buffers.by_slot(slot)
@@ -153,14 +180,12 @@ class StaticDrafts:
             self._cache.step_behind(slot, base, chain, max_context, count=count),
             self._first_layer,
         )
-        out = self._model.draft(
+        inputs = (
             buffers.pending_tokens[index],
             buffers.pending_hidden[index],
             positions.long(),
-            attention,
         )
-        last = (count - 1).clamp(min=0).long()[:, None, None].expand(-1, 1, out.shape[2])
-        return out.gather(1, last)[:, 0]
+        return _Pairs(inputs, attention, count)
 
     def draft(self, batch: int, max_context: int, levels: int | None = None) -> None:
         """Drafts a tree for each row, into `tree_tokens` and `tree_scores`.
@@ -206,12 +231,16 @@ class StaticDrafts:
 class LayersFrom:
     """An attention step whose layer 0 is a later layer of the cache (the MTP module's)."""
 
-    def __init__(self, step: AttentionStep, first: int) -> None:
+    def __init__(self, step: StoringStep, first: int) -> None:
         self._step, self._first = step, first
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As the step's."""
         return self._step.attend(self._first + layer, q, k, v, scale)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """As the step's."""
+        self._step.store(self._first + layer, k, v)
 
 
 class PackedLayersFrom(LayersFrom):
@@ -225,8 +254,12 @@ class PackedLayersFrom(LayersFrom):
         """As the step's."""
         return self._packed.attend_packed(self._first + layer, heads, scale)
 
+    def store_packed(self, layer: int, heads: PackedHeads) -> None:
+        """As the step's."""
+        self._packed.store_packed(self._first + layer, heads)
 
-def layers_from(step: AttentionStep, first: int) -> AttentionStep:
+
+def layers_from(step: StoringStep, first: int) -> StoringStep:
     """`step` with its layer `first` as layer 0."""
     if isinstance(step, PackedAttentionStep):
         return PackedLayersFrom(step, first)

@@ -242,6 +242,11 @@ class TrtllmExecutor(SequencePools):
         return StepOutput(module.logits(last), last)
 
     @torch.inference_mode()
+    def draft_enter(self, batch: PrefillBatch, hidden: Tensor) -> None:
+        attention = self.kv_cache.prefill(batch)
+        self._drafter().draft_enter(batch.token_ids, hidden, batch.positions, attention)
+
+    @torch.inference_mode()
     def draft(
         self,
         token_ids: Tensor,

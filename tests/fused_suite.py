@@ -23,6 +23,7 @@ from trtllm_treewy.model.norm import RMSNorm
 from trtllm_treewy.model.rotary import apply_rotary, rotary_frequencies, rotary_tables
 from trtllm_treewy.runtime.kv_cache import KvCache
 from trtllm_treewy.runtime.prompt_buffers import PromptShape
+from trtllm_treewy.runtime.static_drafts import layers_from
 
 NAN = float("nan")
 MOE = dict(moe=True, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16)
@@ -236,6 +237,36 @@ def test_prompts_are_those_of_the_plain_model(monkeypatch, kind):
     assert plain._steps is model
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_what_enters_the_module_is_what_a_draft_enters():
+    """Prompts in pages, and pairs as a chain."""
+    model = tiny_model(1)
+    executor = make_executor(model)
+    for slot in range(2):
+        assert executor.try_allocate(slot, 24)
+    batch = PrefillBatch.pack([*range(9)], [6, 3], [0, 1], [0, 0], executor.device)
+    hidden = torch.randn(9, model.config.hidden_size)
+    slot, base = torch.tensor([1, 0]).int(), torch.tensor([3, 6]).int()
+    count = torch.tensor([2, 3]).int()
+    chain = torch.ones(3, 3).tril().bool().expand(2, -1, -1)
+    pairs = torch.tensor([[4, 5, 0], [6, 7, 8]]), torch.randn(2, 3, model.config.hidden_size)
+    positions = (base[:, None] + torch.arange(3)).long()
+    cache, first, rows = executor.kv_cache, len(model.config.attention_layers), []
+    for name in ("draft", "draft_enter"):
+        run = getattr(executor._steps, name)
+        for pool in (cache.k, cache.v):
+            pool[first:].fill_(7.0)
+        with torch.inference_mode():
+            run(batch.token_ids, hidden, batch.positions, layers_from(cache.prefill(batch), first))
+            step = cache.step_behind(slot, base, chain, 6, count=count)
+            run(*pairs, positions, layers_from(step, first))
+        sink = cache._sink
+        rows.append(torch.cat([cache.k[first:, :, :sink], cache.v[first:, :, :sink]]))
+    assert isinstance(executor._steps, FusedModel)
+    assert torch.equal(*rows)
+    written = (rows[0] != 7.0).any(-1).sum()
+    assert written == 2 * cache.num_kv_heads * (9 + 5)
 
 
 class Echo:

@@ -351,6 +351,18 @@ def test_steps_without_drafts_leave_the_module_alone_but_for_one_pass_over_sever
     assert not any(key[0] == "draft" for key in runner.counts)
 
 
+def test_a_pass_without_drafts_asks_the_module_for_nothing(model, monkeypatch):
+    """Pairs that enter alone leave keys and values: the module's experts and head have a rest."""
+    engine = sized_engine(model, "chain", Sizes([1]))
+    monkeypatch.setattr(model.mtp.layers[-1].mlp, "forward", None)
+    monkeypatch.setattr(model.mtp.norm, "forward", None)
+    jobs = [([3, 1, 4], 41), ([5, 9], 30)]
+    requests = [make_request(i, *job) for i, job in enumerate(jobs)]
+    run(engine, requests)
+    assert {r.finish_reason for r in requests} == {"length"}
+    assert not engine.stats.executor_faults
+
+
 def test_no_more_levels_are_drafted_than_a_step_has_nodes_for(model):
     runner = Counted()
     engine = sized_engine(model, "chain", Sizes([2]), runner=runner)

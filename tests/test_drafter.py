@@ -196,9 +196,9 @@ def test_more_verified_tokens_than_wait_at_once(pieces, tmp_path):
 def test_sequences_settle_in_one_pass(executor, sequences, monkeypatch):
     """What prompts bring enters the module together, and none of their memory is held."""
     calls = []
-    extend = executor.draft_extend
+    enter = executor.draft_enter
     monkeypatch.setattr(
-        executor, "draft_extend", lambda batch, hidden: calls.append(batch) or extend(batch, hidden)
+        executor, "draft_enter", lambda batch, hidden: calls.append(batch) or enter(batch, hidden)
     )
     topology = TreeTopology.from_widths([3, 2])
     trees = []
@@ -220,6 +220,36 @@ def test_sequences_settle_in_one_pass(executor, sequences, monkeypatch):
     for one, two in zip(*trees, strict=True):
         assert one.token_ids == two.token_ids
         assert one.log_probs == pytest.approx(two.log_probs, abs=2e-4)
+
+
+def test_what_enters_is_what_a_draft_enters_and_costs_no_more_than_its_rows(executor, monkeypatch):
+    """Bit for bit; neither head nor feed-forward part nor attention of the last layer runs."""
+    lengths, slots, contexts = [5, 3], [2, 0], [0, 4]
+    for slot in slots:
+        assert executor.try_allocate(slot, 64)
+    batch = PrefillBatch.pack(list(range(8)), lengths, slots, contexts, executor.device)
+    hidden = torch.randn(8, 32)
+    cache, rows = executor.kv_cache, []
+    layer = len(executor.model.config.attention_layers)
+    for enter in (executor.draft_extend, executor.draft_enter):
+        for pool in (cache.k, cache.v):
+            pool[layer].fill_(7.0)
+        if enter == executor.draft_enter:
+            for module in (executor.model.mtp.layers[-1].mlp, executor.model.mtp.norm):
+                monkeypatch.setattr(module, "forward", refuse)
+            monkeypatch.setattr(executor.model, "head", refuse)
+            assert enter(batch, hidden) is None
+        else:
+            enter(batch, hidden)
+        rows.append(torch.cat([cache.k[layer], cache.v[layer]]))
+    assert torch.equal(*rows)
+    assert (rows[0] != 7.0).any(-1).sum() == 2 * rows[0].shape[0] // 2 * sum(lengths)
+    for slot in slots:
+        executor.free(slot)
+
+
+def refuse(*args):
+    raise AssertionError("this is asked of nobody")
 
 
 def test_nothing_observed(executor, sequences):

@@ -52,7 +52,10 @@ class Chaos:
     def __init__(self, engine, executor, rng, rate: float, poisoned: set[int]) -> None:
         self.engine, self.rng, self.rate, self.poisoned = engine, rng, rate, poisoned
         self.raised = 0
-        for name in ("prefill", "verify", "commit", "draft", "draft_extend", "save_checkpoint"):
+        for name in (
+            "prefill", "verify", "commit", "draft", "draft_extend", "draft_enter",
+            "save_checkpoint",
+        ):  # fmt: skip
             setattr(executor, name, self.wrap(name, getattr(executor, name)))
 
     def wrap(self, name, original):

@@ -260,7 +260,10 @@ def test_a_request_that_can_never_fit_is_refused_at_once(model):
 # ------------------------------------------------------------------------------------- faults
 
 
-@pytest.mark.parametrize("place", ["prefill", "verify", "commit", "draft", "draft_extend"])
+PLACES = ["prefill", "verify", "commit", "draft", "draft_extend", "draft_enter"]
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_an_error_in_one_step_costs_nobody_a_token(place, model):
     jobs = random_jobs(4, 12, 12, seed=2)
     texts = solo_texts(model, jobs)

@@ -3,7 +3,7 @@
 from .collectives import SINGLE_RANK, Collectives
 from .fused import FusedModel, fuse
 from .qwen3_5 import Qwen3_5ForCausalLM
-from .steps import AttentionStep, GdnStep, PackedAttentionStep, PackedHeads
+from .steps import AttentionStep, GdnStep, PackedAttentionStep, PackedHeads, StoringStep
 
 __all__ = [
     "SINGLE_RANK",
@@ -14,5 +14,6 @@ __all__ = [
     "PackedAttentionStep",
     "PackedHeads",
     "Qwen3_5ForCausalLM",
+    "StoringStep",
     "fuse",
 ]

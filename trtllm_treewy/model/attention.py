@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from .norm import RMSNorm
 from .rotary import apply_rotary
-from .steps import AttentionStep
+from .steps import AttentionStep, StoringStep
 
 
 class GatedAttention(nn.Module):
@@ -37,9 +37,19 @@ class GatedAttention(nn.Module):
         """`x` [..., hidden] to [..., hidden]; `layer` counts attention layers."""
         lead = x.shape[:-1]
         q, gate = self.q_proj(x).view(*lead, self.num_heads, 2 * self.head_dim).chunk(2, dim=-1)
-        k = self.k_proj(x).view(*lead, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).view(*lead, self.num_kv_heads, self.head_dim)
+        k, v = self._keys_and_values(x, rotary)
         q = apply_rotary(self.q_norm(q), *rotary)
-        k = apply_rotary(self.k_norm(k), *rotary)
         out = step.attend(layer, q, k, v, self.scale)
         return self.o_proj((out * torch.sigmoid(gate)).flatten(-2))
+
+    def store(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], layer: int, step: StoringStep
+    ) -> None:
+        """Keys and values of `x` [..., hidden] alone, for those that come later."""
+        step.store(layer, *self._keys_and_values(x, rotary))
+
+    def _keys_and_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        lead = x.shape[:-1]
+        k = self.k_proj(x).view(*lead, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(*lead, self.num_kv_heads, self.head_dim)
+        return apply_rotary(self.k_norm(k), *rotary), v

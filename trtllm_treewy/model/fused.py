@@ -11,6 +11,7 @@ are. This is another way to run them: they keep the weights, under their names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from .attention import GatedAttention
 from .gated_delta_net import GatedDeltaNet
 from .joined import join
 from .mlp import MLP, SparseMoE
+from .mtp import MultiTokenPredictor
 from .norm import RMSNorm
 from .qwen3_5 import DecoderLayer, Qwen3_5ForCausalLM
 from .rotary import rotary_frequencies
-from .steps import AttentionStep, GdnStep, PackedAttentionStep, PackedHeads
+from .steps import AttentionStep, GdnStep, PackedAttentionStep, PackedHeads, StoringStep
 
 Sums = tuple[Tensor, Tensor]  # the residual stream [T, hidden], and its norm
 
@@ -80,7 +82,16 @@ class FusedAttention:
         self, x: Tensor, positions: Tensor, layer: int, step: PackedAttentionStep
     ) -> Tensor:
         m = self._module
-        heads = PackedHeads(
+        out = step.attend_packed(layer, self._heads(x, positions), m.scale)
+        return m.o_proj(out.flatten(-2))
+
+    def store(self, x: Tensor, positions: Tensor, layer: int, step: PackedAttentionStep) -> None:
+        """Keys and values alone; the product is the whole one, whose columns lie together."""
+        step.store_packed(layer, self._heads(x, positions))
+
+    def _heads(self, x: Tensor, positions: Tensor) -> PackedHeads:
+        m = self._module
+        return PackedHeads(
             F.linear(x, self._weight, self._bias),
             m.num_heads,
             positions,
@@ -88,7 +99,6 @@ class FusedAttention:
             (m.q_norm.weight, m.q_norm.eps),
             (m.k_norm.weight, m.k_norm.eps),
         )
-        return m.o_proj(step.attend_packed(layer, heads, m.scale).flatten(-2))
 
 
 class FusedMLP:
@@ -233,12 +243,39 @@ class FusedModel:
         mtp = self.model.mtp
         if mtp is None or not isinstance(attention, PackedAttentionStep):
             return self.model.draft(token_ids, hidden, positions, attention)
+        sums = self._through(self._drafts, token_ids, hidden, positions, attention, mtp)
+        return sums[1].view(*positions.shape, -1)
+
+    def draft_enter(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attention: StoringStep
+    ) -> None:
+        """As the model's; `positions` are contiguous."""
+        mtp = self.model.mtp
+        if mtp is None or not isinstance(attention, PackedAttentionStep):
+            self.model.draft_enter(token_ids, hidden, positions, attention)
+            return
+        *inner, last = self._drafts
+        _, normed = self._through(inner, token_ids, hidden, positions, attention, mtp)
+        mixer = last.mixer
+        assert isinstance(mixer, FusedAttention)
+        mixer.store(normed.view(*positions.shape, -1), positions, len(inner), attention)
+
+    def _through(
+        self,
+        layers: Sequence[FusedLayer],
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: PackedAttentionStep,
+        mtp: MultiTokenPredictor,
+    ) -> Sums:
+        """Behind the first `layers` of the MTP module, with the norm that comes next."""
         x = mtp.fc(self._pair(token_ids.flatten(), hidden.flatten(0, -2)))
         first, *norms = _norms(mtp.layers, mtp.norm)
         sums = x, first(x)
-        for index, (layer, norm) in enumerate(zip(self._drafts, norms, strict=True)):
+        for index, (layer, norm) in enumerate(zip(layers, norms, strict=False)):
             sums = layer(sums, positions, index, None, attention, norm)
-        return sums[1].view(*positions.shape, -1)
+        return sums
 
     def _pair(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """The MTP module's two norms side by side [T, 2 hidden]."""

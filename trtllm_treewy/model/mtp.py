@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from .norm import RMSNorm
 from .rotary import rotary_tables
-from .steps import AttentionStep
+from .steps import AttentionStep, StoringStep
 
 
 class MultiTokenPredictor(nn.Module):
@@ -36,9 +37,29 @@ class MultiTokenPredictor(nn.Module):
         self, embedded: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionStep
     ) -> Tensor:
         """`embedded`, `hidden` [..., hidden], `positions` int64 [...] to [..., hidden]."""
-        pair = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
-        x = self.fc(torch.cat(pair, dim=-1))
-        rotary = rotary_tables(positions, self.rotary_dim, self.rope_theta, x.dtype)
+        x, rotary = self._first_input(embedded, hidden, positions)
         for index, layer in enumerate(self.layers):
             x = layer(x, rotary, index, None, attention)
         return self.norm(x)
+
+    def enter(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attention: StoringStep
+    ) -> None:
+        """Leaves in the cache what `forward` leaves there, and computes nothing else.
+
+        Of the last layer these are keys and values, which need neither its attention nor its
+        feed-forward part.
+        """
+        x, rotary = self._first_input(embedded, hidden, positions)
+        last: Any = self.layers[-1]
+        for index, layer in enumerate(self.layers[:-1]):
+            x = layer(x, rotary, index, None, attention)
+        last.self_attn.store(last.input_layernorm(x), rotary, len(self.layers) - 1, attention)
+
+    def _first_input(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What goes into the first layer, and the rotary tables."""
+        pair = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
+        x = self.fc(torch.cat(pair, dim=-1))
+        return x, rotary_tables(positions, self.rotary_dim, self.rope_theta, x.dtype)

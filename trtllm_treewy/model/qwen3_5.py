@@ -16,7 +16,7 @@ from .mlp import feed_forward
 from .mtp import MultiTokenPredictor
 from .norm import RMSNorm, compute_dtype
 from .rotary import rotary_tables
-from .steps import AttentionStep, GdnStep
+from .steps import AttentionStep, GdnStep, StoringStep
 
 
 class DecoderLayer(nn.Module):
@@ -139,9 +139,21 @@ class Qwen3_5ForCausalLM(nn.Module):
         Raises:
             ValueError: the model has no MTP module.
         """
+        return self._module()(self.model.embed(token_ids), hidden, positions, attention)
+
+    def draft_enter(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attention: StoringStep
+    ) -> None:
+        """Enters tokens into the MTP module's cache as `draft` does, of which nothing is asked.
+
+        Raises:
+            ValueError: the model has no MTP module.
+        """
+        self._module().enter(self.model.embed(token_ids), hidden, positions, attention)
+
+    def _module(self) -> MultiTokenPredictor:
         if self.mtp is None:
             raise ValueError(
                 "the model has no MTP module (mtp_num_hidden_layers is 0): it cannot draft"
             )
-        embedded = self.model.embed(token_ids)
-        return self.mtp(embedded, hidden, positions, attention)
+        return self.mtp

@@ -54,6 +54,14 @@ class AttentionStep(Protocol):
         ...
 
 
+class StoringStep(AttentionStep, Protocol):
+    """An attention step that can also leave it at what it stores."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Stores k and v as `attend` does, and attends nothing."""
+        ...
+
+
 @dataclass(frozen=True)
 class PackedHeads:
     """Queries, gates, keys and values as one product leaves them, before norms and positions.
@@ -86,6 +94,14 @@ class PackedAttentionStep(Protocol):
         """As that of `AttentionStep`."""
         ...
 
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """As that of `StoringStep`."""
+        ...
+
     def attend_packed(self, layer: int, heads: PackedHeads, scale: float) -> Tensor:
         """Norms, positions, `attend` and the output gate; returns [..., heads, head_dim]."""
+        ...
+
+    def store_packed(self, layer: int, heads: PackedHeads) -> None:
+        """Norms, positions and `store`."""
         ...
