@@ -7,13 +7,29 @@ by slot; one row more takes the writes of padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trtllm_treewy.batch import TreeBatch, upload
+from trtllm_treewy.batch import TreeBatch, carve, packed_bytes, upload, upload_into
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A sequence that captured steps take over.
+
+    Attributes:
+        slot: its slot.
+        token: its root, and the token of the pair that the MTP module has not seen.
+        hidden: [1, hidden] of that pair; None where nobody drafts for it.
+    """
+
+    slot: int
+    token: int
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class BufferSizes:
     def bytes(self, activation_bytes: int) -> int:
         """Device memory of the buffers."""
         per_node = 8 + 4 + 4 + self.hidden * activation_bytes
-        per_row = 4 * 8 + 8 + self.path * 24 + 8 * self.nodes
+        per_row = 4 * 8 + 8 + 16 + self.path * 24 + 8 * self.nodes
         per_slot = 4 + self.path * (8 + self.hidden * activation_bytes) + self.drafts * 12
         rows = self.batch * (self.nodes * per_node + per_row)
         return rows + (self.slots + 1) * per_slot
@@ -63,14 +79,15 @@ class DecodeBuffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         i32 = torch.int32
-        self._rows = zeros(3 * batch, dtype=i32)
+        # Slot, context and nodes of the step's rows, then slot and context of those to draft for.
+        self._rows = zeros(5 * batch, dtype=i32)
+        self._arrivals = zeros(packed_bytes(_arrivals(batch)), dtype=torch.uint8)
         self._tokens = zeros(batch * sizes.nodes)
         self._parents = zeros(batch * sizes.nodes, dtype=i32)
         self._scores = zeros(batch * sizes.nodes, dtype=torch.float32)
         self._hidden = zeros(batch * sizes.nodes * sizes.hidden, dtype=dtype)
         self._accepted, self._num_accepted = zeros(batch, dtype=i32), zeros(batch, dtype=i32)
         self._path, self._bonus = zeros(batch * sizes.path), zeros(batch)
-        self._draft_rows = zeros(2 * batch, dtype=i32)
         self._result = zeros(batch * (2 * sizes.path + 1 + 2 * sizes.nodes), dtype=i32)
         self.pending_tokens = zeros(slots, sizes.path)
         self.pending_hidden = zeros(slots, sizes.path, sizes.hidden, dtype=dtype)
@@ -82,13 +99,22 @@ class DecodeBuffers:
     def set_inert(self, batch: int) -> None:
         """Makes every row of a batch padding, so that a step changes nothing."""
         self.load_rows(batch, [])
-        self.load_draft_rows(batch, [])
         self._tokens.zero_()
         self._parents.fill_(-1)
         self._accepted.fill_(-1)
         self._num_accepted.zero_()
         self._path.fill_(-1)
         self._bonus.fill_(-1)
+
+    @contextmanager
+    def inert(self, batch: int) -> Iterator[None]:
+        """Padding alone within the block, for captures; behind it the rows that were there."""
+        kept = self._rows.clone()
+        self.set_inert(batch)
+        try:
+            yield
+        finally:
+            self._rows.copy_(kept)
 
     # ---- views
 
@@ -144,11 +170,19 @@ class DecodeBuffers:
 
     def draft_slot(self, batch: int) -> Tensor:
         """int32 [B], the rows to draft for."""
-        return self._draft_rows[:batch]
+        return self._rows[3 * batch : 4 * batch]
 
     def draft_context(self, batch: int) -> Tensor:
         """int32 [B], their committed tokens."""
-        return self._draft_rows[batch : 2 * batch]
+        return self._rows[4 * batch : 5 * batch]
+
+    def arrivals(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of sequences that are taken over, [B] each: slots int32, those with a pair int32, tokens.
+
+        Slots are -1 for padding, and for sequences without a pair among the second ones.
+        """
+        slot, paired, tokens = carve(self._arrivals, _arrivals(batch))
+        return slot, paired, tokens
 
     def by_slot(self, slot: Tensor) -> Tensor:
         """int64 [B], the rows of the tables by slot; padding has the last one."""
@@ -168,10 +202,13 @@ class DecodeBuffers:
     # ---- from the host
 
     def load_rows(self, batch: int, rows: list[tuple[int, int, int]]) -> None:
-        """Slot, context and nodes of each row; the others up to `batch` are padding."""
+        """Slot, context and nodes of each row; the others up to `batch` are padding.
+
+        The rows to draft for are the same, so that a step finds its contexts there.
+        """
         padded = rows + [(-1, 0, 0)] * (batch - len(rows))
-        columns = torch.tensor(padded, dtype=torch.int32).T.contiguous().flatten()
-        self._rows[: 3 * batch].copy_(upload(columns, self.device))
+        columns = torch.tensor(padded, dtype=torch.int32).T[[0, 1, 2, 0, 1]].flatten()
+        self._rows[: 5 * batch].copy_(upload(columns, self.device))
 
     def load_nodes(self, batch: int, nodes: Sequence[int]) -> None:
         """Nodes of each row alone; padding keeps what it has, which is never looked at."""
@@ -182,7 +219,18 @@ class DecodeBuffers:
         """Slot and context of the rows to draft for, padded likewise."""
         padded = rows + [(-1, 0)] * (batch - len(rows))
         columns = torch.tensor(padded, dtype=torch.int32).T.contiguous().flatten()
-        self._draft_rows[: 2 * batch].copy_(upload(columns, self.device))
+        self._rows[3 * batch : 5 * batch].copy_(upload(columns, self.device))
+
+    def load_arrivals(self, batch: int, arrivals: Sequence[Arrival]) -> None:
+        """Sequences that are taken over, those with a pair first; by one copy, and one of pairs."""
+        paired = [one.hidden for one in arrivals if one.hidden is not None]
+        slots = [one.slot for one in arrivals] + [-1] * (batch - len(arrivals))
+        tokens = [one.token for one in arrivals] + [0] * (batch - len(arrivals))
+        pairs = slots[: len(paired)] + [-1] * (batch - len(paired))
+        parts = [torch.tensor(x, dtype=torch.int32) for x in (slots, pairs)]
+        upload_into([*parts, torch.tensor(tokens)], self._arrivals)
+        if paired:
+            torch.cat(paired, out=self.hidden(batch, 1)[: len(paired), 0])
 
     def load_tree(self, tree: TreeBatch, batch: int, nodes: int) -> None:
         """Trees that are on the device already, padded to the captured shape."""
@@ -195,3 +243,9 @@ class DecodeBuffers:
         self.num_nodes(batch)[:rows] = tree.num_nodes
         self.tokens(batch, nodes).zero_()[:rows, :width] = tree.token_ids
         self.parents(batch, nodes).fill_(-1)[:rows, :width] = tree.parents
+
+
+def _arrivals(batch: int) -> list[Tensor]:
+    """The parts of one upload of arrivals, by shape and type."""
+    kinds = (torch.int32, torch.int32, torch.int64)
+    return [torch.empty(batch, dtype=kind, device="meta") for kind in kinds]

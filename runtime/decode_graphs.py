@@ -1,8 +1,9 @@
-"""A decoding step as captured functions: fill, verify, accept, commit, draft.
+"""A decoding step as captured functions: fill, verify, accept, commit, and then draft.
 
 Each is captured once for a shape (rows, nodes) and replayed over any trees of it; between them
-nothing needs the host. `DeviceDecoder` runs all of them in a row; the executor's own `verify` and
-`commit` use the same two for trees that come from the host, whatever accepts them in between.
+nothing needs the host. `DeviceDecoder` runs the first four as one graph, whose results the host
+hears of while the drafts of the next step are made; the executor's own `verify` and `commit` have
+graphs of their own for trees that come from the host, whatever accepts them in between.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trtllm_treewy.model import FusedModel, Qwen3_5ForCausalLM
 
 from .acceptance import Acceptance, greedy_accept
 from .cuda_graphs import GraphRunner, GraphSizes
-from .decode_buffers import BufferSizes, DecodeBuffers
+from .decode_buffers import Arrival, BufferSizes, DecodeBuffers
 from .head import greedy_tokens
 from .sequence_pools import SequencePools
 from .state_manager import TreeGdnStep
@@ -142,19 +143,34 @@ class DecodeGraphs:
     def _record_step(self, batch: int, nodes: int, bound: int) -> None:
         """Captures all that a step of this shape needs, and is not there yet.
 
-        The buffers hold padding alone afterwards.
+        Rows of the buffers are afterwards what they were.
         """
         self._pools.kv_cache.flush()
-        self.buffers.set_inert(batch)
-        self._record(("verify", batch, nodes, bound), partial(self._verify, batch, nodes, bound))
-        self._record(("accept", batch, nodes), partial(self._accept, batch, nodes))
-        self._record(("commit", batch, nodes), partial(self._commit, batch, nodes))
-        self._record(("fill", batch, nodes), partial(self._fill, batch, nodes))
-        if self.drafts is not None:
-            if nodes == 1:
-                append = partial(self._commit, batch, nodes, append=True)
-                self._record(("append", batch, nodes), append)
-            self._record_drafts(batch, bound, self.drafts.depth_for(nodes))
+        with self.buffers.inert(batch):
+            for name in ("verify", "commit"):
+                self._record_part(name, batch, nodes, bound)
+            self._record_whole(batch, nodes, bound)
+            if self.drafts is not None:
+                self._record_drafts(batch, bound, self.drafts.depth_for(nodes))
+        self._record_adoption(batch)
+
+    def _record_whole(self, batch: int, nodes: int, bound: int) -> None:
+        """Captures all of a step but the drafts behind it; of roots alone in both ways."""
+        for append in (False, True) if self.drafts is not None and nodes == 1 else (False,):
+            step = partial(self._step, batch, nodes, bound, append)
+            self._record(("step", batch, nodes, bound, append), step)
+
+    def _record_part(self, name: str, batch: int, nodes: int, bound: int) -> None:
+        if name == "verify":
+            self._record((name, batch, nodes, bound), partial(self._verify, batch, nodes, bound))
+        else:
+            function = {"fill": self._fill, "accept": self._accept, "commit": self._commit}[name]
+            self._record((name, batch, nodes), partial(function, batch, nodes))
+
+    def _record_adoption(self, batch: int) -> None:
+        if ("adopt", batch) not in self._runner:
+            self.buffers.load_arrivals(batch, [])
+            self._record(("adopt", batch), partial(self._adopt, batch))
 
     def _record_drafts(self, batch: int, bound: int, levels: int) -> None:
         """Captures drafting, whose functions may run twice over whatever the buffers hold."""
@@ -172,6 +188,27 @@ class DecodeGraphs:
             self._pools.state.discard()
 
     # ---- what is captured
+
+    def _step(self, batch: int, nodes: int, bound: int, append: bool) -> None:
+        """From the trees drafted on the device to states behind what was accepted of them."""
+        buffers = self.buffers
+        # Where the last step of these rows has brought them, or the host says that they are.
+        buffers.context(batch).copy_(buffers.draft_context(batch))
+        self._fill(batch, nodes)
+        tree = buffers.tree(batch, nodes, bound)  # its plan is made once
+        self._verify(batch, nodes, bound, tree)
+        self._accept(batch, nodes, tree)
+        self._commit(batch, nodes, append=append)
+
+    def _adopt(self, batch: int) -> None:
+        """Takes sequences over: their roots, and the pairs that the MTP module has not seen."""
+        buffers = self.buffers
+        slot, paired, tokens = buffers.arrivals(batch)
+        buffers.tree_tokens[buffers.by_slot(slot), 0] = tokens
+        index = buffers.by_slot(paired)
+        buffers.pending_tokens[index, 0] = tokens
+        buffers.pending_hidden[index, 0] = buffers.hidden(batch, 1)[:, 0]
+        buffers.pending_len.index_fill_(0, index, 1)
 
     def _fill(self, batch: int, nodes: int) -> None:
         """Takes the trees drafted on the device, cut to their best nodes where there are more."""
@@ -200,19 +237,19 @@ class DecodeGraphs:
                 target.fill_(blank)
             target[:, :size] = source
 
-    def _verify(self, batch: int, nodes: int, bound: int) -> None:
+    def _verify(self, batch: int, nodes: int, bound: int, tree: TreeBatch | None = None) -> None:
         """The model over the trees: hidden states, and what a commit needs."""
-        tree = self.buffers.tree(batch, nodes, bound)
+        tree = self.buffers.tree(batch, nodes, bound) if tree is None else tree
         pools = self._pools
         pools.state.discard()
         step = self._steps[batch, nodes] = pools.state.verify(tree)
         hidden = self._model(tree.token_ids, tree.positions, step, pools.kv_cache.verify(tree))
         self.buffers.hidden(batch, nodes).copy_(hidden)
 
-    def _accept(self, batch: int, nodes: int) -> None:
+    def _accept(self, batch: int, nodes: int, tree: TreeBatch | None = None) -> None:
         """The accepted paths, and what the host is told of them."""
         buffers = self.buffers
-        tree = buffers.tree(batch, nodes, 0)
+        tree = buffers.tree(batch, nodes, 0) if tree is None else tree
         path = buffers.path(batch, nodes)
         ids, values = greedy_tokens(self._model, buffers.hidden(batch, nodes).flatten(0, 1))
         ids, values = ids.view(batch, nodes), values.view(batch, nodes)
@@ -301,12 +338,23 @@ class DecodeGraphs:
         """
         bound = self._prepare(shape, max(context for _, context, _ in rows))
         self.buffers.load_rows(shape[0], list(rows))
-        self._runner.replay(("fill", *shape))
-        self._replay_step(shape, bound, append)
+        self._runner.replay(("step", *shape, bound, append))
 
     def ready(self, shape: Shape) -> bool:
         """Whether `run_step_again` may have this shape."""
         return ("commit", *shape) in self._runner
+
+    @torch.inference_mode()
+    def adopt(self, arrivals: Sequence[Arrival]) -> None:
+        """Takes over any number of sequences, at most as many as a step has rows.
+
+        Args:
+            arrivals: those with a pair first.
+        """
+        batch = self.batch_for(len(arrivals))
+        self._record_adoption(batch)
+        self.buffers.load_arrivals(batch, arrivals)
+        self._runner.replay(("adopt", batch))
 
     @torch.inference_mode()
     def run_step_again(
@@ -326,18 +374,13 @@ class DecodeGraphs:
         """
         bound = self._bound(max_context + self.buffers.sizes.path)
         self._pools.kv_cache.flush()
-        self.buffers.context(shape[0]).copy_(self.buffers.draft_context(shape[0]))
+        key = ("step", *shape, bound, append)
+        if key not in self._runner:  # another bound
+            with self.buffers.inert(shape[0]):
+                self._record_whole(*shape, bound)
         if nodes is not None:
             self.buffers.load_nodes(shape[0], nodes)
-        self._runner.replay(("fill", *shape))
-        # Captured over the step's own trees, whose rows are written behind all that is committed.
-        self._record(("verify", *shape, bound), partial(self._verify, *shape, bound))
-        self._replay_step(shape, bound, append)
-
-    def _replay_step(self, shape: Shape, bound: int, append: bool) -> None:
-        for name in ("verify", "accept", "append" if append else "commit"):
-            key = (name, *shape, bound) if name == "verify" else (name, *shape)
-            self._runner.replay(key)
+        self._runner.replay(key)
 
     @torch.inference_mode()
     def run_drafts(
@@ -366,12 +409,22 @@ class DecodeGraphs:
 
     def replay_part(self, name: str, shape: Shape, max_context: int) -> None:
         """Replays one function over what the buffers hold; for measurements."""
-        self._runner.replay(self._key(name, shape, max_context))
+        key = self._key(name, shape, max_context)
+        self._capture_part(name, shape, max_context)
+        self._runner.replay(key)
 
     @torch.inference_mode()
     def run_part(self, name: str, shape: Shape, max_context: int) -> None:
         """Calls what `replay_part` replays."""
+        self._capture_part(name, shape, max_context)
         self._functions[self._key(name, shape, max_context)]()
+
+    def _capture_part(self, name: str, shape: Shape, max_context: int) -> None:
+        """Those that no step has need of; both, before anything is in the buffers."""
+        if self._key(name, shape, max_context) not in self._runner:
+            with self.buffers.inert(shape[0]):
+                for part in ("fill", "accept"):
+                    self._record_part(part, *shape, 0)
 
     def _key(self, name: str, shape: Shape, max_context: int) -> tuple[object, ...]:
         bound = self._bound(max_context + self.buffers.sizes.path)

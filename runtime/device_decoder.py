@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trtllm_treewy.batch import upload
 from trtllm_treewy.draft_tree import DraftTree, TreeTopology
 
+from .decode_buffers import Arrival
 from .decode_graphs import DecodeGraphs
 from .drafter import MtpCache
 from .request import Request
@@ -300,14 +300,7 @@ class DeviceDecoder:
 
     def _bring(self, requests: Sequence[Request], width: int) -> None:
         """Sees to it that roots, pairs and drafts for `width` nodes of all are on the device."""
-        self._adopt([r for r in requests if r.speculation and _slot(r) not in self._pairs])
-        missing = [r for r in requests if _slot(r) not in self._rooted]
-        if missing:
-            slots = _integers([_slot(r) for r in missing], self._graphs.buffers.device)
-            roots = [r.output_token_ids[-1] for r in missing]
-            tokens = _integers(roots, self._graphs.buffers.device)
-            self._graphs.buffers.tree_tokens[slots, 0] = tokens
-            self._rooted |= {_slot(r) for r in missing}
+        self._adopt(requests)
         drafts = self._graphs.drafts
         if drafts is None or width == 1:
             return
@@ -319,23 +312,28 @@ class DeviceDecoder:
             self._drafted |= {_slot(r): width for r in late}
 
     def _adopt(self, requests: Sequence[Request]) -> None:
-        """Takes the newest pair of sequences over from the drafter; it enters the others."""
-        if self._cache is None or not requests:
+        """Takes over those that are new here, however many, by two copies and one launch.
+
+        Of each the root, and the newest pair where it drafts; the drafter enters its others.
+        """
+        arrivals: list[Arrival] = []
+        cache = self._cache
+        if cache is not None:
+            paired = [r for r in requests if r.speculation and _slot(r) not in self._pairs]
+            cache.settle(*map(_slot, paired))
+            for request in paired:
+                (token,), hidden = cache.take(_slot(request))
+                arrivals.append(Arrival(_slot(request), token, hidden))
+        known = self._rooted.union(one.slot for one in arrivals)
+        rooted = [r for r in requests if _slot(r) not in known]
+        with_pair = {one.slot for one in arrivals}
+        arrivals += [Arrival(_slot(r), r.output_token_ids[-1]) for r in rooted]
+        if not arrivals:
             return
-        tokens, hidden = [], []
-        self._cache.settle(*[_slot(r) for r in requests])
-        for request in requests:
-            (token,), state = self._cache.take(_slot(request))
-            tokens.append(token)
-            hidden.append(state[0])
-        buffers = self._graphs.buffers
-        slots = _integers([_slot(r) for r in requests], buffers.device)
-        buffers.pending_tokens[slots, 0] = _integers(tokens, buffers.device)
-        buffers.pending_hidden[slots, 0] = torch.stack(hidden)
-        buffers.pending_len.index_fill_(0, slots, 1)
-        for request in requests:
-            self._pairs[_slot(request)] = 1
-            self._unseen.add(_slot(request))
+        self._graphs.adopt(arrivals)
+        self._pairs.update(dict.fromkeys(with_pair, 1))
+        self._unseen |= with_pair
+        self._rooted.update(one.slot for one in arrivals)
 
     def _run_late(self, nodes: int, requests: Sequence[Request]) -> None:
         """Enters all pairs of these sequences, and drafts for so many nodes where there are any."""
@@ -373,10 +371,6 @@ def chain_of(nodes: int) -> DraftTree:
     return DraftTree(
         (0,) * nodes, tuple(range(-1, nodes - 1)), tuple(-1.0 * n for n in range(nodes))
     )
-
-
-def _integers(values: Sequence[int], device: torch.device) -> Tensor:
-    return upload(torch.tensor(values, dtype=torch.int64), device)
 
 
 def _slot(request: Request) -> int:

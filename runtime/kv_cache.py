@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trtllm_treewy import triton_ops
-from trtllm_treewy.batch import PrefillBatch, TreeBatch, upload, upload_all
+from trtllm_treewy.batch import PrefillBatch, TreeBatch, upload_all
 from trtllm_treewy.model import PackedHeads, StoringStep
 from trtllm_treewy.topology import valid_nodes
 
@@ -102,16 +102,18 @@ class KvCache:
 
     def flush(self) -> None:
         """Brings the device's block table up to date, and clears blocks that were just taken."""
+        if not (self._stale or self._fresh):
+            return
+        rows = torch.tensor(sorted(self._stale), dtype=torch.int64)
+        parts = [rows, self._table[rows], torch.tensor(self._fresh, dtype=torch.int64)]
+        index, table, fresh = upload_all(parts, self.k.device)
         if self._stale:
-            rows = sorted(self._stale)
-            index = upload(torch.tensor(rows), self.k.device)
-            self._table_device[index] = upload(self._table[rows], self.k.device)
+            self._table_device[index] = table
             self._stale.clear()
         if self._fresh:
-            ids = upload(torch.tensor(self._fresh), self.k.device)
             self._fresh = []
             for pool in (self.k, self.v):
-                self._by_block(pool).index_fill_(2, ids, 0)
+                self._by_block(pool).index_fill_(2, fresh, 0)
 
     @property
     def free_blocks(self) -> int:
