@@ -26,12 +26,15 @@ from engine_world import (
     tiny_model,
 )
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from trtllm_treewy import LLM, SamplingParams
 from trtllm_treewy.draft_tree import DraftTree, TreeTopology
 from trtllm_treewy.llmapi import cuda_graph_config_from
 from trtllm_treewy.model.dummy import dummy_model
 from trtllm_treewy.runtime.acceptance_law import accept_by_depth
 from trtllm_treewy.runtime.cuda_graphs import GraphSizes, RecordedCalls
+from trtllm_treewy.runtime.decode_buffers import Arrival
 from trtllm_treewy.runtime.decode_graphs import GraphOptions
 from trtllm_treewy.runtime.device_decoder import DeviceDecoder
 from trtllm_treewy.runtime.drafter import MtpStaticDrafter, NullDrafter
@@ -373,6 +376,140 @@ def test_no_more_levels_are_drafted_than_a_step_has_nodes_for(model):
     run(engine, [make_request(0, [3, 1, 4], 30)])
     assert {key for key in runner.counts if key[0] == "draft"} == {("draft", 1)}
     assert not runner.counts["extend"]
+
+
+# ------------------------------------------------------------------ ahead of the host
+
+
+class Logged(RecordedCalls):
+    """Writes down what is launched, and what torch does outside of what was captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.log, self.ops, self.inside = [], [], False
+
+    def replay(self, key):
+        self.log.append(key[0])
+        self.inside = True
+        super().replay(key)
+        self.inside = False
+
+
+class Operators(TorchDispatchMode):
+    """Notes every operator that writes, as it would be a launch or a copy on a device."""
+
+    def __init__(self, runner):
+        super().__init__()
+        self.runner = runner
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not (views or self.runner.inside):
+            self.runner.ops.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def logged_engine(model, name, auto, law, commit):
+    """Its decoder writes "heard" into the runner's log when the host reads results."""
+    runner, options, policy, sizes = Logged(), {}, None, None
+    if auto:
+        policy = AutoTrees(STEP_SIZES[name], (1, 2, 4))
+        sizes = GraphSizes((1, 2, 4), STEP_SIZES[name])
+        options = {"report_trees": name != "chain", "all_nodes": True}
+    if law:
+        options["accept"] = accept_by_depth((0.8, 0.6, 0.5))
+    engine = graph_engine(
+        model, TOPOLOGIES[name], runner=runner, policy=policy, sizes=sizes, options=options,
+        tokens_per_block=128, num_blocks=8, **POLICIES[commit],
+    )  # fmt: skip
+    results = engine._decoder.results
+    engine._decoder.results = lambda requests: runner.log.append("heard") or results(requests)
+    return engine, runner
+
+
+@pytest.mark.parametrize("law", [False, True], ids=["greedy", "law"])
+@pytest.mark.parametrize("auto", [False, True], ids=["static", "auto"])
+@pytest.mark.parametrize("name", ["chain", "tree"])
+@pytest.mark.parametrize("commit", ["reconstruct", "deferred", "snapshot"])
+def test_a_step_is_launched_before_the_last_one_is_heard_of(model, commit, name, auto, law):
+    """And the drafts in front of it. A step is two launches and one copy, but where the number of
+    nodes changes, which is another copy."""
+    engine, runner = logged_engine(model, name, auto, law, commit)
+    for number in range(3):
+        engine.add(make_request(number, [number + 1, 2], 45))
+    while len(engine._scheduler.decoding) < 3:
+        engine.step()
+    engine.step()
+    assert engine._under_way
+    runner.log.clear()
+    for _ in range(9):
+        start, nodes = len(runner.log), engine._decoder._launched[-1].nodes
+        runner.ops.clear()
+        with Operators(runner):
+            engine.step()
+        launched = runner.log[start:]
+        assert launched[0] == "step"
+        assert launched[-1] == "heard"
+        assert set(launched[1:-1]) <= {"draft", "extend"}
+        assert len(launched) <= 3
+        changed = engine._decoder._launched[-1].nodes != nodes
+        assert runner.ops.count("copy_.default") == 1 + changed, runner.ops
+        # The others are made of what the host was sent: scores of trees, new counts of nodes.
+        assert {*runner.ops} <= {"copy_.default", "clone.default", "detach_.default"}
+        assert len(engine._under_way) == 3
+    assert runner.log.count("heard") == runner.log.count("step") == 9
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_who_joins_together_is_taken_over_as_one_after_another(model, name):
+    """Roots, pairs, drafts and the texts to the end; one launch for all, or one for each."""
+    jobs, found = random_jobs(13, 4), []
+    jobs = [(prompt[:9], 25) for prompt, _ in jobs]
+    for together in (True, False):
+        runner = Counted()
+        engine = graph_engine(model, TOPOLOGIES[name], runner=runner)
+        requests = [make_request(i, *job, speculation=i != 2) for i, job in enumerate(jobs)]
+        for request in requests:
+            engine.add(request)
+        engine.step()
+        assert all(len(r.output_token_ids) == 1 for r in requests)
+        groups = [requests] if together else [[r] for r in requests]
+        for group in groups:
+            engine._decoder._adopt(group)
+        assert runner.counts["adopt"] == len(groups)
+        engine._decoder._adopt(requests)
+        assert runner.counts["adopt"] == len(groups), "they are here already"
+        buffers, slots = engine._executor.graphs.buffers, [r.slot for r in requests]
+        tables = [buffers.tree_tokens[slots, 0].clone()]
+        drafting = [r.slot for r in requests if r.speculation]
+        for table in (buffers.pending_tokens, buffers.pending_hidden):
+            tables.append(table[drafting, 0].clone())
+        tables.append(buffers.pending_len[drafting].clone())
+        while engine.has_work:
+            engine.step()
+        found.append((tables, [list(r.output_token_ids) for r in requests]))
+        check_nothing_leaked(engine)
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(one, other)
+    assert found[0][0][3].tolist() == [1, 1, 1]
+    texts = solo_texts(model, jobs)
+    assert found[0][1] == found[1][1] == [texts[i] for i in range(len(jobs))]
+
+
+def test_what_is_taken_over_touches_nobody_else(model):
+    engine = graph_engine(model, TOPOLOGIES["chain"])
+    graphs, slots = engine._executor.graphs, engine._executor.limits.max_batch_size
+    buffers = graphs.buffers
+    tables = [buffers.tree_tokens, buffers.pending_tokens, buffers.pending_hidden]
+    for table in [*tables, buffers.pending_len]:
+        table.fill_(9)
+    size = buffers.sizes.hidden
+    graphs.adopt([Arrival(2, 5, torch.full((1, size), 3.0)), Arrival(0, 6)])
+    assert buffers.tree_tokens[:slots, 0].tolist() == [6, 9, 5, 9]
+    assert buffers.pending_tokens[:slots, 0].tolist() == [9, 9, 5, 9]
+    assert buffers.pending_hidden[:slots, 0, 0].tolist() == [9.0, 9.0, 3.0, 9.0]
+    assert buffers.pending_len[:slots].tolist() == [9, 9, 1, 9]
+    assert all((table[:slots, 1:] == 9).all() for table in tables)
 
 
 @pytest.mark.parametrize("name", ["chain", "tree"])

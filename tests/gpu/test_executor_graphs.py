@@ -202,6 +202,7 @@ def test_a_prompt_step_does_not_wait_for_the_device(kind, commit):
         to_tree_batch(trees, slots, [n - 1 for n in lengths], device)
         sampler._rows(requests)
         executor.draft_extend(batch, output.hidden)
+        executor.draft_enter(batch, output.hidden)
         return output.logits
 
     for slot, length in zip(slots, lengths, strict=True):
