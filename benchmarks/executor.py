@@ -1,12 +1,16 @@
 """Where the time of a decoding step goes: the torch executor on a GPU, with random weights.
 
     python benchmarks/executor.py qwen3.5-35b-a3b --batch 1 8 64 256 --tree none 3 7 2,2,2 3,3,3
+    python benchmarks/executor.py qwen3.5-35b-a3b --tree 3 --commit reconstruct deferred \
+        --state-dtype float32 bfloat16
     python benchmarks/executor.py qwen3.5-35b-a3b --batch 64 --tree 3 --eager --profile
 
-For every batch and tree: the parts of a captured step (fill, verify, accept, commit, draft) by CUDA
-events, each replayed on its own and all of them in a row; then the engine itself, wall time of a
-step and how much of it the GPU was idle, with acceptance drawn from a law. `--eager` runs the same
-functions uncaptured beside it; `--profile` adds the GPU time of a step by kind of kernel.
+For every commit policy, type of the states, tree and batch: the parts of a captured step (fill,
+verify, accept, commit, draft) by CUDA events, each replayed on its own and all of them in a row;
+then the engine itself, with acceptance drawn from a law: wall time of a step, GPU time by kind of
+kernel, the share of GDN verification and commit, and how much of the time the GPU was idle, in all
+and between launches. `--eager` runs the same functions uncaptured beside it; `--profile` adds the
+largest kernels. At the end it says whether the goals were met.
 
 Sequences start with `--context` tokens that are not computed: their states and cache rows are
 zero, which takes as long. Each goes on from another token, as the experts that a step reads are
@@ -22,10 +26,13 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
+import step_profile
 import torch
 
 from trtllm_treewy import __version__
@@ -34,29 +41,32 @@ from trtllm_treewy.draft_tree import TreeTopology
 from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.model.dummy import dummy_model
 from trtllm_treewy.runtime import build
+from trtllm_treewy.runtime.commit_policy import POLICIES
 from trtllm_treewy.runtime.device_memory import free_memory
 from trtllm_treewy.runtime.engine import Engine
 from trtllm_treewy.runtime.request import Request
 from trtllm_treewy.sampling_params import SamplingParams
 
 PARTS = ("fill", "verify", "accept", "commit", "draft")
-# Kinds of kernels by parts of their names, the first that fits.
-KINDS = {
-    "GDN verify": ("tree_verify",),
-    "GDN commit": ("update_states", "commit_inputs", "append_paths", "_history"),
-    "conv": ("conv",),
-    "attention": ("_attend", "_combine", "_append", "_place_heads"),
-    "experts": ("_gate_up", "_down", "_route", "_count", "_sort"),
-    "best tokens": ("_partial", "_merge", "greedy_accept", "reduce_kernel"),
-    "norms": ("_rms", "_gated"),
-    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "gemv", "splitK"),
-    "copies and the rest": ("",),
-}
+# Engine steps under the profiler: more than those between two rewritings of a deferred state.
+PROFILED_STEPS = 8
+# Goals: of the step at that batch, and of the time between launches.
+GDN_BATCH, GDN_MOST, IDLE_MOST = 64, 0.10, 0.02
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Setting:
+    """What a row is measured for."""
+
+    commit: str
+    state_dtype: str
+    tree: str
+    batch: int
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available() and args.device.startswith("cuda"):
         parser.error("this takes a GPU, and torch sees none (--device cpu tries the script out)")
     config = read_config(args.model, args.layers)
@@ -64,12 +74,13 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     model = dummy_model(config, dtype=dtype, device=device)
     rows: list[dict[str, Any]] = []
-    for tree in args.tree:
-        for batch in args.batch:
-            row = measure(args, config, model, tree, batch)
-            rows.append(row)
-            print(f"{json.dumps(row)}", flush=True)
+    for setting in starmap(Setting, product(args.commit, args.state_dtype, args.tree, args.batch)):
+        row = measure(args, config, model, setting)
+        rows.append(row)
+        print(f"{json.dumps(row)}", flush=True)
     print_table(rows)
+    for line in goals(rows):
+        print(line)
     if args.output:
         args.output.write_text(json.dumps({"about": about(args, device), "rows": rows}, indent=1))
 
@@ -89,12 +100,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--law", type=float, nargs="+", default=[0.85, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5],
         help="probability of acceptance by depth",
     )  # fmt: skip
-    parser.add_argument("--policy", default="reconstruct")
+    parser.add_argument("--commit", nargs="+", default=["reconstruct"], choices=sorted(POLICIES))
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--state-dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--state-dtype", nargs="+", default=["float32"], choices=("float32", "bfloat16")
+    )
     parser.add_argument("--eager", action="store_true", help="time uncaptured functions as well")
     parser.add_argument("--no-engine", action="store_true", help="time the parts alone")
-    parser.add_argument("--profile", action="store_true", help="GPU time by kind of kernel")
+    parser.add_argument("--profile", action="store_true", help="the largest kernels as well")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path, help="JSON of all rows")
     return parser
@@ -136,12 +149,13 @@ def widths_of(tree: str) -> tuple[int, ...]:
 
 
 def make_engine(
-    args: argparse.Namespace, config: ModelConfig, model: Any, widths: Sequence[int], batch: int
+    args: argparse.Namespace, config: ModelConfig, model: Any, setting: Setting
 ) -> Engine:
+    widths, batch = widths_of(setting.tree), setting.batch
     law = args.law[: len(widths)] + args.law[-1:] * (len(widths) - len(args.law))
     speculation = MTPDecodingConfig(
         draft_tree_widths=tuple(widths),
-        state_commit=args.policy,
+        state_commit=setting.commit,
         simulated_acceptance=tuple(law) if widths else None,
     )
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
@@ -154,7 +168,7 @@ def make_engine(
             lambda: model,
             speculation,
             KvCacheConfig(
-                mamba_ssm_cache_dtype=args.state_dtype,
+                mamba_ssm_cache_dtype=setting.state_dtype,
                 max_tokens=batch * (longest + 2 * nodes + 64),
                 free_gpu_memory_fraction=1.0,
             ),
@@ -171,14 +185,13 @@ def make_engine(
 
 
 def measure(
-    args: argparse.Namespace, config: ModelConfig, model: Any, tree: str, batch: int
+    args: argparse.Namespace, config: ModelConfig, model: Any, setting: Setting
 ) -> dict[str, Any]:
-    widths = widths_of(tree)
-    nodes = TreeTopology.from_widths(widths).num_nodes
-    row: dict[str, Any] = {"tree": tree, "batch": batch, "nodes": nodes, "context": args.context}
+    nodes = TreeTopology.from_widths(widths_of(setting.tree)).num_nodes
+    row: dict[str, Any] = {**asdict(setting), "nodes": nodes, "context": args.context}
     try:
         started = time.perf_counter()
-        engine = make_engine(args, config, model, widths, batch)
+        engine = make_engine(args, config, model, setting)
         graphs = engine._executor.graphs
         row["capture_s"] = round(time.perf_counter() - started, 1)
         row["graph_MiB"] = graphs.memory_bytes >> 20
@@ -186,10 +199,10 @@ def measure(
         row["parts_ms"] = time_parts(args, engine, graphs.replay_part)
         if args.eager:
             row["eager_ms"] = time_parts(args, engine, graphs.run_part)
-        if args.profile and args.device.startswith("cuda"):
-            row["kinds_ms"] = profile_kinds(args, engine)
         if not args.no_engine:
             row.update(time_engine(args, engine))
+            if args.device.startswith("cuda"):
+                row.update(profile_engine(engine, row["wall_ms"], args.profile))
     except (MemoryError, torch.OutOfMemoryError) as error:
         row["error"] = str(error).split(";")[0][:200]
     release_memory()
@@ -282,30 +295,8 @@ def timed(args: argparse.Namespace, run: Callable[[], None]) -> float:
     return statistics.median(times)
 
 
-def profile_kinds(args: argparse.Namespace, engine: Engine) -> dict[str, float]:
-    """GPU milliseconds of an engine step by kind of kernel, and of the largest kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    engine.step()
-    steps = 5
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
-            engine.step()
-        torch.cuda.synchronize()
-    kinds = dict.fromkeys(KINDS, 0.0)
-    largest: dict[str, float] = {}
-    for event in profiler.key_averages():
-        spent = event.self_device_time_total / 1e3 / steps
-        kind = next(k for k, names in KINDS.items() if any(name in event.key for name in names))
-        kinds[kind] += spent
-        largest[event.key[:80]] = largest.get(event.key[:80], 0.0) + spent
-    top = sorted(largest.items(), key=lambda item: -item[1])[:12]
-    found = {kind: round(value, 4) for kind, value in kinds.items() if value}
-    return {**found, "largest": {name: round(value, 4) for name, value in top}}  # type: ignore[dict-item]
-
-
 def time_engine(args: argparse.Namespace, engine: Engine) -> dict[str, float]:
-    """Wall time of engine steps, tokens a second, and the part of it that the GPU did nothing."""
+    """Wall time of engine steps, and tokens a second."""
     for _ in range(5):
         engine.step()
     tokens, missed = engine.stats.generated_tokens, engine.stats.graph_misses
@@ -319,49 +310,30 @@ def time_engine(args: argparse.Namespace, engine: Engine) -> dict[str, float]:
     synchronize()
     wall = time.perf_counter() - started
     gained = engine.stats.generated_tokens - tokens
-    result = {
+    return {
         "wall_ms": round(1e3 * wall / max(steps, 1), 4),
         "tokens_per_s": round(gained / wall, 1),
         "tokens_per_step": round(gained / max(steps, 1) / batch, 3),
         "graph_misses": engine.stats.graph_misses - missed,
     }
-    if torch.cuda.is_available():
-        result.update(idle_parts(engine))
-    return result
 
 
-def idle_parts(engine: Engine, steps: int = 5) -> dict[str, float]:
-    """Parts of the time between the first and the last kernel in which none ran.
-
-    Returns:
-        `idle_part`, all of it, and `idle_between_part`, that between launches: of graphs, and of
-        kernels outside of graphs. What is left lies between kernels of one graph.
-    """
+def profile_engine(engine: Engine, step_ms: float, largest: bool) -> dict[str, Any]:
+    """Where the GPU's time goes in engine steps, of which one takes `step_ms` unprofiled."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
+        for _ in range(PROFILED_STEPS):
             engine.step()
         torch.cuda.synchronize()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    spans = sorted(
-        (e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id())
-        for e in events
-        if e.device_type() == torch.autograd.DeviceType.CUDA
-    )
-    if not spans:
-        return {"idle_part": 0.0, "idle_between_part": 0.0}
-    idle, between = 0, 0
-    _, reached, launch = spans[0]
-    for start, end, correlation in spans[1:]:
-        gap = max(0, start - reached)
-        idle += gap
-        between += gap if correlation != launch else 0
-        reached, launch = max(reached, end), correlation
-    whole = reached - spans[0][0]
+    events = step_profile.device_events(profiler)
+    kinds = step_profile.kinds_ms(events, PROFILED_STEPS)
+    more = {"largest": step_profile.largest_ms(events, PROFILED_STEPS)} if largest else {}
     return {
-        "idle_part": round(idle / whole, 4),
-        "idle_between_part": round(between / whole, 4),
+        "kinds_ms": {**kinds, **more},
+        "gdn_part": step_profile.gdn_part(kinds, step_ms),
+        **step_profile.idle_parts(events),
+        **step_profile.per_step(events, PROFILED_STEPS),
     }
 
 
@@ -370,26 +342,68 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+# ------------------------------------------------------------------ what is printed
+
+
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    header = ["tree", "batch", *PARTS, "step", "wall", "tokens/s", "idle", "between"]
+    names = ["commit", "state", "tree", "batch"]
+    header = [*names, *PARTS, "step", "wall", "tokens/s", "GDN", "idle", "between", "launches"]
     table = [header]
     for row in rows:
-        if "error" in row:
-            table.append([row["tree"], str(row["batch"]), row["error"], *[""] * (len(header) - 3)])
-            continue
-        parts = row["parts_ms"]
-        cells = [f"{parts[name]:.3f}" if name in parts else "" for name in (*PARTS, "step")]
-        wall = f"{row['wall_ms']:.3f}" if "wall_ms" in row else ""
-        speed = f"{row['tokens_per_s']:.0f}" if "tokens_per_s" in row else ""
-        idle = [f"{row[n]:.1%}" if n in row else "" for n in ("idle_part", "idle_between_part")]
-        table.append([row["tree"], str(row["batch"]), *cells, wall, speed, *idle])
+        cells = [row["commit"], row["state_dtype"], row["tree"], str(row["batch"])]
+        cells += [row["error"]] if "error" in row else _figures(row)
+        table.append(cells + [""] * (len(header) - len(cells)))
     print(
-        "\nmilliseconds of a step; `step` is all parts in a row, `wall` the engine's; between:\n"
-        "idle between launches of graphs, as a part of the time"
+        "\nmilliseconds of a step; `step` is all parts in a row, `wall` the engine's; GDN: verify\n"
+        "and commit, as a part of `wall`; idle, as a part of the time under the profiler;\n"
+        "between: between launches, of graphs, copies and kernels outside of graphs"
     )
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     for line in table:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    parts = row["parts_ms"]
+    cells = [f"{parts[name]:.3f}" if name in parts else "" for name in (*PARTS, "step")]
+    for name, form in (
+        ("wall_ms", ".3f"), ("tokens_per_s", ".0f"), ("gdn_part", ".1%"), ("idle_part", ".1%"),
+        ("idle_between_part", ".1%"), ("launches", ".1f"),
+    ):  # fmt: skip
+        cells.append(f"{row[name]:{form}}" if name in row else "")
+    return cells
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Each goal that these rows say something of, and whether it was met."""
+    lines = []
+    for row in rows:
+        name = f"{row['commit']}, {row['state_dtype']}, tree {row['tree']}, batch {row['batch']}"
+        if "gdn_part" in row and row["batch"] == GDN_BATCH:
+            lines.append(_goal(f"GDN of a step, {name}", row["gdn_part"], GDN_MOST))
+        if "idle_between_part" in row:
+            lines.append(
+                _goal(f"idle between launches, {name}", row["idle_between_part"], IDLE_MOST)
+            )
+    speeds = {
+        (r["commit"], r["state_dtype"], r["tree"], r["batch"]): r["tokens_per_s"]
+        for r in rows
+        if "tokens_per_s" in r
+    }
+    for (commit, *rest), speed in speeds.items():
+        other = speeds.get(("reconstruct", *rest))
+        if commit == "deferred" and other:
+            state, tree, batch = rest
+            met = "met" if speed >= other else "missed"
+            lines.append(
+                f"deferred at least as fast as reconstruct, {state}, tree {tree}, batch {batch}: "
+                f"{speed / other:.3f}x, {met}"
+            )
+    return lines
+
+
+def _goal(name: str, found: float, most: float) -> str:
+    return f"{name}: {found:.1%} of at most {most:.0%}, {'met' if found <= most else 'missed'}"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from engine_world import (
     tiny_config,
     tiny_model,
 )
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtllm_treewy import LLM, SamplingParams
@@ -403,7 +402,9 @@ class Operators(TorchDispatchMode):
         self.runner = runner
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        views = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        )
         if not (views or self.runner.inside):
             self.runner.ops.append(func.__name__)
         return func(*args, **(kwargs or {}))
