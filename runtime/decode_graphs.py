@@ -20,6 +20,7 @@ from trtllm_treewy.batch import TreeBatch
 from trtllm_treewy.draft_tree import TreeTopology
 from trtllm_treewy.model import FusedModel, Qwen3_5ForCausalLM
 
+from . import step_tables
 from .acceptance import Acceptance, greedy_accept
 from .cuda_graphs import GraphRunner, GraphSizes
 from .decode_buffers import Arrival, BufferSizes, DecodeBuffers
@@ -96,7 +97,8 @@ class DecodeGraphs:
                 model, pools.kv_cache, first_mtp_layer, self.buffers, topology
             )
         # Which drafted nodes there are to choose from in a step of so many, and their parents.
-        self._within: dict[int, tuple[Tensor, Tensor]] = {}
+        root = torch.zeros(1, dtype=torch.int64, device=pools.device)
+        self._within = {nodes: (root, root.int() - 1) for nodes in self.sizes.nodes}
         if self.drafts is not None:
             for nodes in self.sizes.nodes:
                 self._within[nodes] = self.drafts.nodes_within(self.drafts.depth_for(nodes))
@@ -213,29 +215,18 @@ class DecodeGraphs:
     def _fill(self, batch: int, nodes: int) -> None:
         """Takes the trees drafted on the device, cut to their best nodes where there are more."""
         buffers = self.buffers
-        index = buffers.by_slot(buffers.slot(batch))
-        if self.drafts is None or nodes == 1:
-            buffers.parents(batch, nodes).fill_(-1)
-            buffers.tokens(batch, nodes)[:, :1] = buffers.tree_tokens[index, :1]
-            buffers.scores(batch, nodes).zero_()
-            return
         kept, own = self._within[nodes]
+        size = kept.shape[0]
+        if size <= nodes:
+            step_tables.fill(buffers, batch, nodes, kept, own)
+            return
+        index = buffers.by_slot(buffers.slot(batch))
         tokens = buffers.tree_tokens[index].index_select(1, kept)
         scores = buffers.tree_scores[index].index_select(1, kept)
-        size = tokens.shape[1]
-        if nodes < size:
-            tokens, parents, scores = best_nodes(tokens, own, scores, nodes)
-            size = nodes
-        else:
-            parents = own.expand(batch, -1)
-        for target, source, blank in (
-            (buffers.tokens(batch, nodes), tokens, 0),
-            (buffers.parents(batch, nodes), parents, -1),
-            (buffers.scores(batch, nodes), scores, 0),
-        ):
-            if size < nodes:
-                target.fill_(blank)
-            target[:, :size] = source
+        tokens, parents, scores = best_nodes(tokens, own, scores, nodes)
+        buffers.tokens(batch, nodes).copy_(tokens)
+        buffers.parents(batch, nodes).copy_(parents)
+        buffers.scores(batch, nodes).copy_(scores)
 
     def _verify(self, batch: int, nodes: int, bound: int, tree: TreeBatch | None = None) -> None:
         """The model over the trees: hidden states, and what a commit needs."""
@@ -250,23 +241,11 @@ class DecodeGraphs:
         """The accepted paths, and what the host is told of them."""
         buffers = self.buffers
         tree = buffers.tree(batch, nodes, 0) if tree is None else tree
-        path = buffers.path(batch, nodes)
+        columns = buffers.path(batch, nodes).shape[1]
         ids, values = greedy_tokens(self._model, buffers.hidden(batch, nodes).flatten(0, 1))
         ids, values = ids.view(batch, nodes), values.view(batch, nodes)
-        accepted = self.options.accept(tree, ids, path.shape[1])
-        self.load_acceptance(accepted, batch, nodes)
-        on_path = path.clamp(min=0)
-        broken = ~values.isfinite().gather(1, on_path) & (path >= 0)
-        # The token after a node of the path is the next one's, and the bonus after the last.
-        following = torch.cat([on_path[:, 1:], on_path[:, :1]], 1)
-        emitted = tree.token_ids.gather(1, following)
-        column = torch.arange(path.shape[1], device=path.device)
-        last = column == buffers.num_accepted(batch)[:, None] - 1
-        emitted = torch.where(last, buffers.bonus(batch)[:, None], emitted)
-        parts = [path, emitted, broken.any(1, keepdim=True)]
-        if self.options.report_trees:
-            parts += [tree.parents, buffers.scores(batch, nodes).view(torch.int32)]
-        buffers.result(batch, self.result_columns(nodes)).copy_(torch.cat(parts, 1))
+        accepted = self.options.accept(tree, ids, columns)
+        step_tables.report(buffers, batch, nodes, accepted, values, self.result_columns(nodes))
 
     def result_columns(self, nodes: int) -> int:
         """Numbers that the host is told of a row: path, tokens, fault, and the tree if wanted."""
@@ -280,36 +259,10 @@ class DecodeGraphs:
         """
         buffers, pools = self.buffers, self._pools
         tree = buffers.tree(batch, nodes, 0)
-        path = buffers.path(batch, nodes)
         pools.state.resume(self._steps[batch, nodes])
         pools.state.commit(buffers.accepted(batch))
-        pools.kv_cache.compact(tree.slot, path, tree.context_lens)
-
-        count = buffers.num_accepted(batch)
-        index = buffers.by_slot(tree.slot)
-        columns = path.shape[1]
-        place = torch.arange(columns, device=path.device)
-        following = torch.cat([path[:, 1:], path[:, :1]], 1).clamp(min=0)
-        tokens = torch.where(
-            place == count[:, None] - 1,
-            buffers.bonus(batch)[:, None],
-            tree.token_ids.gather(1, following),
-        )
-        hidden = buffers.hidden(batch, nodes)
-        hidden = hidden.gather(1, path.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[2]))
-        if append:
-            # Of rows that nobody drafts for it is never asked, however many they are.
-            held = buffers.pending_len[index].clamp(max=buffers.sizes.path - 1).long()
-            buffers.pending_tokens[index, held] = tokens[:, 0]
-            buffers.pending_hidden[index, held] = hidden[:, 0]
-            buffers.pending_len[index] = held.int() + count
-        else:
-            buffers.pending_tokens[index, :columns] = tokens
-            buffers.pending_hidden[index, :columns] = hidden
-            buffers.pending_len[index] = count
-        buffers.tree_tokens[index, 0] = buffers.bonus(batch).clamp(min=0)
-        buffers.draft_slot(batch).copy_(tree.slot)
-        buffers.draft_context(batch).copy_(tree.context_lens + count)
+        pools.kv_cache.compact(tree.slot, buffers.path(batch, nodes), tree.context_lens)
+        step_tables.note(buffers, batch, nodes, append)
 
     def _extend(self, batch: int, bound: int) -> None:
         assert self.drafts is not None

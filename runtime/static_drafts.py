@@ -23,6 +23,7 @@ from trtllm_treewy.model import (
 from .decode_buffers import DecodeBuffers
 from .head import best_children
 from .kv_cache import KvCache
+from .step_tables import Level, Pairs, children, pairs
 
 
 @dataclass(frozen=True)
@@ -30,37 +31,18 @@ class _Level:
     """Nodes of one depth: who they are, and how they come about.
 
     Attributes:
-        nodes: int64 [C], by index in the tree.
-        parents: int64 [C], their parents'.
-        pick: int64 [C], place of each among the candidates of the level above, flattened.
+        nodes: who they are, and whose children.
         widest: candidates of each node above.
-        inner: int64 [W], those with children, which are run through the module; None at the end.
-        source: int64 [W], the column of each one's parent in the level above.
-        sees: bool [W, E], the draft's entries that each sees, itself included.
+        source: int64 [W], of each of those with children the column of its parent in the level
+            above; None where these are the columns in order.
+        sees: bool [W, E], the draft's entries that each of them sees, itself included; W is 0 at
+            the end.
     """
 
-    nodes: Tensor
-    parents: Tensor
-    pick: Tensor
+    nodes: Level
     widest: int
-    inner: Tensor | None
-    source: Tensor
+    source: Tensor | None
     sees: Tensor
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """Pairs that the module has yet to see.
-
-    Attributes:
-        inputs: tokens and positions int64 [B, P], hidden states [B, P, hidden] between them.
-        attention: the step that enters them.
-        count: int32 [B], how many each row has.
-    """
-
-    inputs: tuple[Tensor, Tensor, Tensor]
-    attention: StoringStep
-    count: Tensor
 
 
 def _levels(topology: TreeTopology, device: torch.device) -> list[_Level]:
@@ -91,12 +73,14 @@ def _levels(topology: TreeTopology, device: torch.device) -> list[_Level]:
 
         levels.append(
             _Level(
-                nodes=ids(nodes),
-                parents=ids(above_nodes),
-                pick=ids(pick),
+                nodes=Level(
+                    nodes=ids(nodes),
+                    parents=ids(above_nodes),
+                    pick=ids(pick),
+                    inner=ids([pick[nodes.index(node)] for node in inner]),
+                ),
                 widest=widest,
-                inner=ids(inner) if inner else None,
-                source=ids(source),
+                source=None if source == list(range(len(above))) else ids(source),
                 sees=sees.to(device),
             )
         )
@@ -131,6 +115,11 @@ class StaticDrafts:
         self._first_layer = first_layer
         self._levels = _levels(topology, buffers.device)
         self.topology = topology
+        room, device = buffers.sizes.path, buffers.device
+        # Pairs see those before them, and the last one itself; which no row is written for again.
+        self._chain = torch.ones(1, room, room, dtype=torch.bool, device=device).tril()
+        self._itself = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+        self._nothing = torch.zeros(buffers.sizes.batch, dtype=torch.int32, device=device)
 
     def depth_for(self, nodes: int) -> int:
         """Levels that must be drafted below the root for trees of the best `nodes` nodes."""
@@ -155,77 +144,67 @@ class StaticDrafts:
         Returns:
             The module's output [B, hidden] at each row's last pair.
         """
-        pairs = self._pairs(batch, max_context)
-        out = self._model.draft(*pairs.inputs, pairs.attention)
-        last = (pairs.count - 1).clamp(min=0).long()[:, None, None].expand(-1, 1, out.shape[2])
-        return out.gather(1, last)[:, 0]
+        waiting, step = self._waiting(batch, max_context)
+        attending = self._cache.step_behind(
+            self._buffers.draft_slot(batch),
+            waiting.before,
+            self._itself.expand(batch, -1, -1),
+            max_context,
+            count=self._nothing[:batch],
+        )
+        out = self._model.draft_last(
+            waiting.tokens,
+            waiting.hidden,
+            waiting.positions,
+            step,
+            waiting.last,
+            layers_from(attending, self._first_layer),
+        )
+        return out[:, 0]
 
     def enter(self, batch: int, max_context: int) -> None:
         """Enters them as `extend` does, and computes nothing that only a draft needs."""
-        pairs = self._pairs(batch, max_context)
-        self._model.draft_enter(*pairs.inputs, pairs.attention)
+        waiting, step = self._waiting(batch, max_context)
+        self._model.draft_enter(waiting.tokens, waiting.hidden, waiting.positions, step)
 
-    def _pairs(self, batch: int, max_context: int) -> _Pairs:
+    def _waiting(self, batch: int, max_context: int) -> tuple[Pairs, StoringStep]:
         """The pending pairs of the rows to draft for, and the step that enters them."""
-        buffers, device = self._buffers, self._buffers.device
-        slot, context = buffers.draft_slot(batch), buffers.draft_context(batch)
-        index = buffers.by_slot(slot)
-        count = torch.where(slot >= 0, buffers.pending_len[index], 0)
-        base = context - count
-        place = torch.arange(buffers.sizes.path, dtype=torch.int32, device=device)
-        real = place < count[:, None]
-        chain = (place[:, None] >= place) & real[:, :, None]
-        positions = base[:, None] + place
-        attention = layers_from(
-            self._cache.step_behind(slot, base, chain, max_context, count=count),
-            self._first_layer,
+        waiting = pairs(self._buffers, batch)
+        step = self._cache.step_behind(
+            self._buffers.draft_slot(batch),
+            waiting.base,
+            self._chain.expand(batch, -1, -1),
+            max_context,
+            count=waiting.count,
         )
-        inputs = (
-            buffers.pending_tokens[index],
-            buffers.pending_hidden[index],
-            positions.long(),
-        )
-        return _Pairs(inputs, attention, count)
+        return waiting, layers_from(step, self._first_layer)
 
     def draft(self, batch: int, max_context: int, levels: int | None = None) -> None:
         """Drafts a tree for each row, into `tree_tokens` and `tree_scores`.
 
         Of `levels` levels below the root, all of them by default; deeper nodes mean nothing then.
+        The root is there already: the token of the last pair.
         """
         buffers = self._buffers
         slot, context = buffers.draft_slot(batch), buffers.draft_context(batch)
-        index = buffers.by_slot(slot)
         hidden = self.extend(batch, max_context)[:, None]
-        count = buffers.pending_len[index].clamp(min=1).long()[:, None]
-        tokens = buffers.tree_tokens.new_zeros(batch, buffers.sizes.drafts)
-        scores = buffers.tree_scores.new_zeros(batch, buffers.sizes.drafts)
-        tokens[:, :1] = buffers.pending_tokens[index].gather(1, count - 1)
         entry = 0
         levels = len(self._levels) if levels is None else levels
         for depth, level in enumerate(self._levels[:levels], start=1):
             ids, log_probs = best_children(self._model, hidden.flatten(0, 1), level.widest)
-            picked = ids.view(batch, -1).index_select(1, level.pick)
-            gained = log_probs.view(batch, -1).index_select(1, level.pick)
-            tokens.index_copy_(1, level.nodes, picked)
-            above = scores.index_select(1, level.parents)
-            scores.index_copy_(1, level.nodes, (above + gained).to(scores.dtype))
-            if level.inner is None or depth == levels:
-                break
+            tokens, positions = children(buffers, batch, level.nodes, ids, log_probs, depth)
             width, entries = level.sees.shape
+            if not width or depth == levels:
+                break
             sees = level.sees.expand(batch, -1, -1)
             attention = layers_from(
                 self._cache.step_behind(slot, context, sees, max_context, first=entry),
                 self._first_layer,
             )
-            hidden = self._model.draft(
-                tokens.index_select(1, level.inner),
-                hidden.index_select(1, level.source),
-                (context[:, None] + (depth - 1)).long().expand(batch, width),
-                attention,
-            )
+            if level.source is not None:
+                hidden = hidden.index_select(1, level.source)
+            hidden = self._model.draft(tokens, hidden, positions, attention)
             entry = entries
-        buffers.tree_tokens[index] = tokens
-        buffers.tree_scores[index] = scores
 
 
 class LayersFrom:

@@ -269,6 +269,44 @@ def test_what_enters_the_module_is_what_a_draft_enters():
     assert written == 2 * cache.num_kv_heads * (9 + 5)
 
 
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_the_last_of_some_pairs_are_what_a_pass_over_all_gives(monkeypatch, kind):
+    """By kernels and by the plain modules; the others' rows are in the cache as well."""
+    model = tiny_model(1, tiny_config(**({} if kind == "dense" else MOE)))
+    slot, base = torch.tensor([1, -1, 0]).int(), torch.tensor([0, 0, 2]).int()
+    count = torch.tensor([2, 0, 3]).int()
+    chain = torch.ones(1, 3, 3).tril().bool().expand(3, -1, -1)
+    tokens, hidden = torch.arange(9).view(3, 3), torch.randn(3, 3, model.config.hidden_size)
+    positions = (base[:, None] + torch.arange(3)).long()
+    last = torch.tensor([1, 3, 8])
+    for _ in range(2):
+        executor = make_executor(model)
+        for one in range(2):
+            assert executor.try_allocate(one, 24)
+        cache, first = executor.kv_cache, len(model.config.attention_layers)
+        before = (base + count - 1).clamp(min=0).int()
+        rows, outputs = [], []
+        for whole in (True, False):
+            for pool in (cache.k, cache.v):
+                pool[first:].fill_(7.0)
+            step = layers_from(cache.step_behind(slot, base, chain, 3, count=count), first)
+            itself, nothing = torch.ones(3, 1, 1).bool(), torch.zeros(3).int()
+            alone = layers_from(cache.step_behind(slot, before, itself, 4, count=nothing), first)
+            with torch.inference_mode():
+                if whole:
+                    out = executor._steps.draft(tokens, hidden, positions, step)
+                    outputs.append(out.flatten(0, 1)[last])
+                else:
+                    out = executor._steps.draft_last(tokens, hidden, positions, step, last, alone)
+                    outputs.append(out[:, 0])
+            sink = cache._sink
+            rows.append(torch.cat([cache.k[first:, :, :sink], cache.v[first:, :, :sink]]))
+        torch.testing.assert_close(outputs[0][[0, 2]], outputs[1][[0, 2]], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(*rows)
+        assert isinstance(executor._steps, FusedModel) == triton_ops.serves(hidden)
+        monkeypatch.setattr(triton_ops, "serves", lambda x: False)
+
+
 class Echo:
     """One rank of two whose partial sums are whole: what it exchanges comes back, doubled."""
 

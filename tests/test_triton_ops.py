@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("suite", ["triton_suite.py", "fused_suite.py", "snapshot_suite.py"])
+@pytest.mark.parametrize(
+    "suite", ["triton_suite.py", "fused_suite.py", "snapshot_suite.py", "step_tables_suite.py"]
+)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_by_the_interpreter(suite):
     suite = Path(__file__).with_name(suite)

@@ -419,6 +419,7 @@ def test_a_model_and_its_captured_steps_give_the_tokens_of_torch(monkeypatch):
     from test_cuda_graphs import TOPOLOGIES, agreeable, graph_engine, random_jobs
 
     from trtllm_treewy import triton_ops
+    from trtllm_treewy.runtime.cuda_graphs import GraphSizes
 
     sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     config = tiny_config(moe=True, shared_expert_intermediate_size=8, **sizes)
@@ -427,7 +428,7 @@ def test_a_model_and_its_captured_steps_give_the_tokens_of_torch(monkeypatch):
     texts = []
     for rule in (lambda x: False, serves):
         monkeypatch.setattr(triton_ops, "serves", rule)
-        engine = graph_engine(model, TOPOLOGIES["tree"])
+        engine = graph_engine(model, TOPOLOGIES["tree"], sizes=GraphSizes((4,), (7,)))
         requests = [make_request(i, prompt[:6], 5) for i, (prompt, _) in enumerate(jobs)]
         run(engine, requests)
         assert engine.stats.graph_steps

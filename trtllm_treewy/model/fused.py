@@ -12,6 +12,7 @@ are. This is another way to run them: they keep the weights, under their names.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,15 +82,15 @@ class FusedAttention:
     def __call__(
         self, x: Tensor, positions: Tensor, layer: int, step: PackedAttentionStep
     ) -> Tensor:
+        return self.attend(self.heads(x, positions), layer, step)
+
+    def attend(self, heads: PackedHeads, layer: int, step: PackedAttentionStep) -> Tensor:
+        """What lies behind the product of `heads`."""
         m = self._module
-        out = step.attend_packed(layer, self._heads(x, positions), m.scale)
-        return m.o_proj(out.flatten(-2))
+        return m.o_proj(step.attend_packed(layer, heads, m.scale).flatten(-2))
 
-    def store(self, x: Tensor, positions: Tensor, layer: int, step: PackedAttentionStep) -> None:
-        """Keys and values alone; the product is the whole one, whose columns lie together."""
-        step.store_packed(layer, self._heads(x, positions))
-
-    def _heads(self, x: Tensor, positions: Tensor) -> PackedHeads:
+    def heads(self, x: Tensor, positions: Tensor) -> PackedHeads:
+        """The one product of `x` [..., hidden]."""
         m = self._module
         return PackedHeads(
             F.linear(x, self._weight, self._bias),
@@ -202,6 +203,10 @@ class FusedLayer:
             mixed = self.mixer(normed, layer, gdn)
         else:
             mixed = self.mixer(normed, positions, layer, attention)
+        return self.behind(x, mixed, next_norm)
+
+    def behind(self, x: Tensor, mixed: Tensor, next_norm: RMSNorm) -> Sums:
+        """What lies behind the mixer, whose partial sums for `x` [T, hidden] are `mixed`."""
         mixed = self._module.collectives.all_reduce(mixed).view(x.shape)
         x, normed = add_norm(x, mixed, self._module.post_attention_layernorm)
         return self._block(x, normed, next_norm)
@@ -254,11 +259,55 @@ class FusedModel:
         if mtp is None or not isinstance(attention, PackedAttentionStep):
             self.model.draft_enter(token_ids, hidden, positions, attention)
             return
+        self._enter(token_ids, hidden, positions, attention, mtp)
+
+    def draft_last(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: StoringStep,
+        last: Tensor,
+        attending: AttentionStep,
+    ) -> Tensor:
+        """As the model's; `positions` are contiguous."""
+        mtp = self.model.mtp
+        if (
+            mtp is None
+            or not isinstance(attention, PackedAttentionStep)
+            or not isinstance(attending, PackedAttentionStep)
+        ):
+            return self.model.draft_last(token_ids, hidden, positions, attention, last, attending)
+        x, heads = self._enter(token_ids, hidden, positions, attention, mtp)
+        heads = replace(
+            heads,
+            packed=heads.packed.flatten(0, -2).index_select(0, last)[:, None],
+            positions=positions.flatten().index_select(0, last)[:, None],
+        )
+        layer, mixer = self._drafts[-1], self._drafts[-1].mixer
+        assert isinstance(mixer, FusedAttention)
+        mixed = mixer.attend(heads, len(self._drafts) - 1, attending)
+        return layer.behind(x.index_select(0, last), mixed, mtp.norm)[1][:, None]
+
+    def _enter(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: PackedAttentionStep,
+        mtp: MultiTokenPredictor,
+    ) -> tuple[Tensor, PackedHeads]:
+        """Leaves all rows in the cache; the input of the last layer [T, hidden], and its heads.
+
+        Its product is the whole one: the columns of keys and values lie among its others.
+        """
         *inner, last = self._drafts
-        _, normed = self._through(inner, token_ids, hidden, positions, attention, mtp)
+        x, normed = self._through(inner, token_ids, hidden, positions, attention, mtp)
         mixer = last.mixer
         assert isinstance(mixer, FusedAttention)
-        mixer.store(normed.view(*positions.shape, -1), positions, len(inner), attention)
+        heads = mixer.heads(normed.view(*positions.shape, -1), positions)
+        attention.store_packed(len(inner), heads)
+        return x, heads
 
     def _through(
         self,

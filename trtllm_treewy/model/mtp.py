@@ -50,11 +50,42 @@ class MultiTokenPredictor(nn.Module):
         Of the last layer these are keys and values, which need neither its attention nor its
         feed-forward part.
         """
+        self._enter(embedded, hidden, positions, attention)
+
+    def last(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: StoringStep,
+        last: Tensor,
+        attending: AttentionStep,
+    ) -> Tensor:
+        """Enters tokens, and gives what `forward` gives for some of them.
+
+        Args:
+            embedded, hidden, positions, attention: as for `forward`.
+            last: int64 [B], places of those tokens among all.
+            attending: the step of these alone, [B, 1], whose rows are in the cache already.
+
+        Returns:
+            [B, 1, hidden].
+        """
+        x = self._enter(embedded, hidden, positions, attention).flatten(0, -2)[last][:, None]
+        some = positions.flatten()[last][:, None]
+        rotary = rotary_tables(some, self.rotary_dim, self.rope_theta, x.dtype)
+        return self.norm(self.layers[-1](x, rotary, len(self.layers) - 1, None, attending))
+
+    def _enter(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attention: StoringStep
+    ) -> Tensor:
+        """Leaves all rows in the cache; the input of the last layer [..., hidden]."""
         x, rotary = self._first_input(embedded, hidden, positions)
         last: Any = self.layers[-1]
         for index, layer in enumerate(self.layers[:-1]):
             x = layer(x, rotary, index, None, attention)
         last.self_attn.store(last.input_layernorm(x), rotary, len(self.layers) - 1, attention)
+        return x
 
     def _first_input(
         self, embedded: Tensor, hidden: Tensor, positions: Tensor

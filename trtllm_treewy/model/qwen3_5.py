@@ -151,6 +151,25 @@ class Qwen3_5ForCausalLM(nn.Module):
         """
         self._module().enter(self.model.embed(token_ids), hidden, positions, attention)
 
+    def draft_last(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: StoringStep,
+        last: Tensor,
+        attending: AttentionStep,
+    ) -> Tensor:
+        """Enters tokens as `draft` does, and gives its hidden states of some [B, 1, hidden] alone.
+
+        See `MultiTokenPredictor.last`.
+
+        Raises:
+            ValueError: the model has no MTP module.
+        """
+        embedded = self.model.embed(token_ids)
+        return self._module().last(embedded, hidden, positions, attention, last, attending)
+
     def _module(self) -> MultiTokenPredictor:
         if self.mtp is None:
             raise ValueError(
