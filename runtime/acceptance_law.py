@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trtllm_treewy.batch import TreeBatch
+from trtllm_treewy import triton_ops
+from trtllm_treewy.batch import TreeBatch, upload
 from trtllm_treewy.draft_tree import DraftTree
 
 from .acceptance import Acceptance
@@ -24,8 +25,11 @@ def accept_by_depth(probabilities: Sequence[float]) -> Accept:
     A draft at depth d + 1 is accepted with `probabilities[d]` given that its parent is; the path is
     the first of the tree that is as deep. Tokens are those of the drafts, so a text means nothing.
     """
+    drawer = _Drawer(tuple(probabilities))
 
     def accept(tree: TreeBatch, target_ids: Tensor, columns: int) -> Acceptance:
+        if triton_ops.runs_on(target_ids):
+            return drawer(tree, target_ids, columns)
         device = target_ids.device
         law = torch.zeros(columns, device=device)
         for depth, probability in enumerate(probabilities[:columns]):
@@ -48,6 +52,33 @@ def accept_by_depth(probabilities: Sequence[float]) -> Accept:
         return Acceptance(last.int(), on_path.sum(1).int(), path, torch.where(last >= 0, bonus, -1))
 
     return accept
+
+
+class _Drawer:
+    """The same by one launch, whose random numbers need nothing from outside of a captured step."""
+
+    def __init__(self, probabilities: tuple[float, ...]) -> None:
+        self._probabilities = probabilities
+        self._seed = int(torch.randint(1 << 30, ()))
+        # By device and rows: made in the calls before a capture, and there for all replays.
+        self._counters: dict[tuple[torch.device, int], Tensor] = {}
+        self._laws: dict[tuple[torch.device, int], Tensor] = {}
+
+    def __call__(self, tree: TreeBatch, target_ids: Tensor, columns: int) -> Acceptance:
+        from trtllm_treewy.triton_ops.acceptance_law import draw
+
+        device, rows = target_ids.device, target_ids.shape[0]
+        if (device, rows) not in self._counters:
+            self._counters[device, rows] = torch.zeros(rows, dtype=torch.int64, device=device)
+        if (device, columns) not in self._laws:
+            law = [*self._probabilities[:columns], *[0.0] * columns][:columns]
+            self._laws[device, columns] = upload(torch.tensor(law), device)
+        drawn = draw(
+            tree.slot, tree.num_nodes, tree.depth, tree.ancestors, target_ids,
+            self._laws[device, columns], self._counters[device, rows],
+            (self._seed + rows) % (1 << 30), columns,
+        )  # fmt: skip
+        return Acceptance(*drawn)
 
 
 class SimulatedSampler(TreeSampler):

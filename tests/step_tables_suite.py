@@ -16,8 +16,10 @@ from paged_attention_cases import unwritten_is_nan
 from test_cuda_graphs import TOPOLOGIES, graph_engine
 
 from trtllm_treewy import triton_ops
+from trtllm_treewy.batch import TreeBatch
 from trtllm_treewy.runtime import static_drafts, step_tables
 from trtllm_treewy.runtime.acceptance import Acceptance
+from trtllm_treewy.runtime.acceptance_law import accept_by_depth
 from trtllm_treewy.runtime.decode_buffers import BufferSizes, DecodeBuffers
 
 SLOTS, BATCH, NODES, PATH = 6, 5, 7, 4
@@ -201,6 +203,43 @@ def test_children(monkeypatch, name):
             assert one.is_contiguous()
             assert torch.equal(one, other)
         above = level.sees.shape[0]
+
+
+@pytest.mark.parametrize(("nodes", "calls"), [(1, 3), (4, 25), (7, 25)])
+def test_a_drawn_path_is_one_of_the_tree_and_as_deep_as_the_law_says(nodes, calls):
+    """Rows of trees of other sizes and of none; frequencies by depth, and no two calls alike."""
+    law, columns, rows = (0.8, 0.5, 0.9), min(nodes, 4), 14
+    torch.manual_seed(nodes)
+    gen = torch.Generator().manual_seed(nodes)
+    parents = torch.tensor([[-1] + [n // 2 for n in range(nodes - 1)]] * rows).int()
+    counts = torch.full((rows,), nodes).int()
+    counts[1], slot = 0, torch.arange(rows).int()
+    slot[2], counts[3] = -1, max(1, nodes - 1)
+    tree = TreeBatch(torch.zeros(rows, nodes).long(), parents, counts, slot, slot.clone(), 0)
+    target = torch.randint(500, (rows, nodes), generator=gen)
+    accept, depths, seen = accept_by_depth(law), [], set()
+    for _ in range(calls):
+        found = accept(tree, target, columns)
+        assert found.path.shape == (rows, columns)
+        assert found.accepted[1:3].tolist() == found.bonus_ids[1:3].tolist() == [-1, -1]
+        assert found.num_accepted[1:3].tolist() == [0, 0]
+        for row in (0, *range(3, rows)):
+            path = [node for node in found.path[row].tolist() if node >= 0]
+            assert len(path) == found.num_accepted[row]
+            assert path[-1] == found.accepted[row] < counts[row]
+            assert [parents[row, node].item() for node in path] == [-1, *path[:-1]]
+            assert found.bonus_ids[row] == target[row, path[-1]]
+            same_depth = [n for n in range(counts[row]) if tree.depth[row, n] == len(path) - 1]
+            assert path[-1] == same_depth[0], "the first that is as deep"
+            if row > 3:
+                depths.append(len(path) - 1)
+        seen.add(tuple(found.num_accepted.tolist()))
+    deepest, reached = int(tree.depth[0].max()), 1.0
+    for depth in range(1, deepest + 1):
+        reached *= law[depth - 1]
+        share = sum(one >= depth for one in depths) / len(depths)
+        assert abs(share - reached) < 0.1
+    assert len(seen) == (calls if nodes > 1 else 1)
 
 
 def test_a_step_takes_few_launches_beside_the_model(monkeypatch):
