@@ -234,7 +234,8 @@ class DecodeGraphs:
         pools = self._pools
         pools.state.discard()
         step = self._steps[batch, nodes] = pools.state.verify(tree)
-        hidden = self._model(tree.token_ids, tree.positions, step, pools.kv_cache.verify(tree))
+        attention = pools.kv_cache.verify(tree, ahead=True)
+        hidden = self._model(tree.token_ids, tree.positions, step, attention)
         self.buffers.hidden(batch, nodes).copy_(hidden)
 
     def _accept(self, batch: int, nodes: int, tree: TreeBatch | None = None) -> None:

@@ -255,18 +255,18 @@ class KvCache:
             if not self._refs[block]:
                 self._free.append(block)
 
-    def verify(self, tree: TreeBatch) -> StoringStep:
+    def verify(self, tree: TreeBatch, *, ahead: bool = False) -> StoringStep:
         """Attention of a draft tree over its context and its own ancestors.
 
         Node t is written to the provisional row `context_len + t`; it attends the committed rows
         and the rows of its ancestors and itself. Padded nodes write nothing; what they output is
-        of no use.
+        of no use. For `ahead` see `step_behind`.
         """
         own = tree.ancestors
         if not triton_ops.serves(self.k):
             own = own & valid_nodes(tree.parents, tree.num_nodes)[:, :, None]
         return self.step_behind(
-            tree.slot, tree.context_lens, own, tree.max_context, count=tree.num_nodes
+            tree.slot, tree.context_lens, own, tree.max_context, count=tree.num_nodes, ahead=ahead
         )
 
     def step_behind(
@@ -279,6 +279,7 @@ class KvCache:
         base: Tensor | None = None,
         count: Tensor | None = None,
         first: int = 0,
+        ahead: bool = False,
     ) -> StoringStep:
         """`tree_step` whose queries' keys and values go to rows one after the other.
 
@@ -288,6 +289,8 @@ class KvCache:
             base: int32 [B], `context_lens` where not given; query t writes row `base + first + t`.
             count: int32 [B], queries that write; all where not given.
             first: see `base`.
+            ahead: a sequence may have ended, and have no rows so far on: the sink takes what is
+                written there, on a CPU as on a device, where nothing is checked.
         """
         base = context_lens if base is None else base
         nodes = own.shape[1]
@@ -300,10 +303,11 @@ class KvCache:
         if count is not None:
             offsets = torch.where(index < count[:, None], offsets, -1)
         if kernels:  # played on the CPU
-            self._check_writes(slot, offsets)
+            if not ahead:
+                self._check_writes(slot, offsets)
             target = self._rows(slot, base, count, nodes, first)
             return PagedAttention(self, slot, context_lens, own, target=target)
-        return self.tree_step(slot, context_lens, own, offsets, max_context)
+        return self.tree_step(slot, context_lens, own, offsets, max_context, ahead=ahead)
 
     def _rows(
         self, slot: Tensor, base: Tensor, count: Tensor | None, nodes: int, first: int
@@ -323,6 +327,8 @@ class KvCache:
         own: Tensor,
         write_offsets: Tensor,
         max_context: int,
+        *,
+        ahead: bool = False,
     ) -> StoringStep:
         """The step of a tree: all see the context, and behind it what `own` names.
 
@@ -332,18 +338,22 @@ class KvCache:
             own: bool [B, Nq, E]: whether a query attends row `context_lens + e`. A query without
                 any is padding.
             max_context: at least the largest of `context_lens`.
+            ahead: as for `step_behind`.
         """
         if triton_ops.serves(self.k):
-            self._check_writes(slot, write_offsets)
+            if not ahead:
+                self._check_writes(slot, write_offsets)
             return PagedAttention(self, slot, context_lens, own, write_offsets)
         _, queries, entries = own.shape
         rows = torch.arange(max_context + entries, device=own.device)
         behind = rows - context_lens.long()[:, None]  # [B, S], the entry at a row
         seen = own.gather(2, behind.clamp(0, entries - 1)[:, None].expand(-1, queries, -1))
         mask = (behind < 0)[:, None] | (seen & ((behind >= 0) & (behind < entries))[:, None])
-        return self.step(slot, write_offsets, mask & own.any(-1, keepdim=True))
+        return self.step(slot, write_offsets, mask & own.any(-1, keepdim=True), ahead=ahead)
 
-    def step(self, slot: Tensor, write_offsets: Tensor, mask: Tensor) -> StoringStep:
+    def step(
+        self, slot: Tensor, write_offsets: Tensor, mask: Tensor, *, ahead: bool = False
+    ) -> StoringStep:
         """The general step: write some rows, then attend under any mask.
 
         Args:
@@ -352,6 +362,7 @@ class KvCache:
                 go, -1 for nowhere.
             mask: bool [B, Nq, S], the rows `0 .. S-1` of the sequence that each query attends,
                 those just written included. A query that attends nothing outputs zero.
+            ahead: as for `step_behind`.
 
         Raises:
             ValueError: on the CPU, for a slot out of range or a row that is not reserved. On a
@@ -363,7 +374,8 @@ class KvCache:
                 f"KV cache step: slot [B], write_offsets [B, Nq] and mask [B, Nq, S] disagree: "
                 f"{list(slot.shape)}, {list(write_offsets.shape)}, {list(mask.shape)}"
             )
-        self._check_writes(slot, write_offsets)
+        if not ahead:
+            self._check_writes(slot, write_offsets)
         if triton_ops.serves(self.k):
             nothing = torch.zeros_like(slot, dtype=torch.int32)
             return PagedAttention(self, slot, nothing, mask, write_offsets)

@@ -151,6 +151,7 @@ class StaticDrafts:
             self._itself.expand(batch, -1, -1),
             max_context,
             count=self._nothing[:batch],
+            ahead=True,
         )
         out = self._model.draft_last(
             waiting.tokens,
@@ -176,6 +177,7 @@ class StaticDrafts:
             self._chain.expand(batch, -1, -1),
             max_context,
             count=waiting.count,
+            ahead=True,
         )
         return waiting, layers_from(step, self._first_layer)
 
@@ -198,7 +200,7 @@ class StaticDrafts:
                 break
             sees = level.sees.expand(batch, -1, -1)
             attention = layers_from(
-                self._cache.step_behind(slot, context, sees, max_context, first=entry),
+                self._cache.step_behind(slot, context, sees, max_context, first=entry, ahead=True),
                 self._first_layer,
             )
             if level.source is not None:

@@ -462,6 +462,28 @@ def test_a_step_is_launched_before_the_last_one_is_heard_of(model, commit, name,
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_step_more_than_a_sequence_has_room_for_goes_nowhere(model, name):
+    """All drafts are accepted, and a sequence as long as can be is in a step beyond its end."""
+    law = (1.0,) * TOPOLOGIES[name].depth
+    engine = graph_engine(
+        model, TOPOLOGIES[name], options={"accept": accept_by_depth(law)}, max_seq_len=32,
+        scratch_rows=TOPOLOGIES[name].num_nodes,
+    )  # fmt: skip
+    requests = [make_request(i, [i + 1] * (5 + i), 27 - i - (i == 3)) for i in range(4)]
+    for request in requests:
+        engine.add(request)
+    ahead = 0
+    while engine.has_work:
+        engine.step()
+        ahead += bool(engine._under_way)
+    assert ahead > 3
+    assert engine.stats.executor_faults == 0
+    assert [r.finish_reason for r in requests] == ["length"] * 4
+    assert [len(r.output_token_ids) for r in requests] == [27, 26, 25, 23]
+    check_nothing_leaked(engine)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
 def test_who_joins_together_is_taken_over_as_one_after_another(model, name):
     """Roots, pairs, drafts and the texts to the end; one launch for all, or one for each."""
     jobs, found = random_jobs(13, 4), []
