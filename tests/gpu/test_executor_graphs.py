@@ -49,6 +49,7 @@ from trtllm_treewy.runtime import prompt_graphs
 from trtllm_treewy.runtime.acceptance_law import accept_by_depth
 from trtllm_treewy.runtime.cuda_graphs import CudaGraphRunner, GraphSizes, RecordedCalls
 from trtllm_treewy.runtime.decode_graphs import GraphOptions
+from trtllm_treewy.runtime.drafter import MtpStaticDrafter
 from trtllm_treewy.runtime.tree_sampler import TreeSampler
 
 pytestmark = pytest.mark.gpu
@@ -100,6 +101,21 @@ def test_replays_give_what_calls_give(name, dtype, kind):
     replayed, stats = texts_of(model, TOPOLOGIES[name], jobs, CudaGraphRunner(torch.device("cuda")))
     assert replayed == called
     assert stats.accepted_lengths == want.accepted_lengths
+    assert stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("kind", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_drafts_of_replays_are_those_of_the_drafter(name, kind):
+    """The bookkeeping of a step by its kernels: the same trees are verified, step by step."""
+    model, jobs, topology = make_model(torch.float32, kind), random_jobs(8, 6), TOPOLOGIES[name]
+    runner = CudaGraphRunner(torch.device("cuda"))
+    _, stats = texts_of(model, topology, jobs, runner)
+    executor = make_executor(model, max_nodes=topology.num_nodes)
+    other = make_engine(executor, MtpStaticDrafter(executor, topology))
+    run(other, [make_request(i, *job) for i, job in enumerate(jobs)])
+    for field in ("accepted_lengths", "accepted_per_depth", "drafted_per_depth"):
+        assert getattr(stats, field) == getattr(other.stats, field)
     assert stats.accepted_tokens > 0
 
 
