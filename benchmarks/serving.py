@@ -10,10 +10,10 @@
     python benchmarks/serving.py --from first.json second.json --markdown all.md --plot all.png
 
 Weights are made once. For every workload, memory fraction and way to decode an engine is built over
-them, as many sequences as the memory holds (at most --most), and every load is run on it. What
-counts as memory is the whole GPU's, or --memory; a fraction is of that, the weights included, as
-vLLM's gpu_memory_utilization is. Points are written to --output as they come, so that a run that
-is ended has them; --from puts runs together.
+them, as many sequences as the memory holds (at most --most, and no more than its loads have at
+once), and every load is run on it. What counts as memory is the whole GPU's, or --memory; a
+fraction is of that, the weights included, as vLLM's gpu_memory_utilization is. Points are written
+to --output as they come, so that a run that is ended has them; --from puts runs together.
 
 Acceptance is drawn from a law by depth (--law), because random weights agree with nothing: speeds
 mean something, texts do not. A chain of 3 has a mean acceptance length of 3.24 unless told else.
@@ -29,10 +29,16 @@ of all flags; --seconds bounds the whole, weights and all, and what no time is l
 --point-seconds cuts a point: its throughput is then that of a loop with all prompts at its
 beginning, without a tail in which fewer and fewer run, and first tokens that had not come count as
 if they had come then. --settle lets the load run before anything is counted, at least so long and
-until as many as fit have had a first token (at most five times as long), so that the figure is of a
-steady state; give it enough --requests-per-sequence to last. Whole runs, as vLLM's figures are,
-have neither. Loads at a rate go on for --rate-seconds. Kernels are compiled on prompts of all sizes
-beforehand; a point in which one was compiled or captured nevertheless is marked.
+until the first requests, as many as fit, have had a first token (at most five times as long), so
+that the figure is of a steady state; give it enough --requests-per-sequence to last. Whole runs, as
+vLLM's figures are, have neither. Loads at a rate go on for --rate-seconds. Kernels are compiled on
+prompts of all sizes beforehand; a point in which one was compiled or captured nevertheless is
+marked.
+
+Differences of a few hundredths need --repeats: engines of one workload and fraction are then kept
+beside each other as far as the memory holds them, and take turns, every round with other requests
+that are the same for all. A row has the median; ratios are taken round by round, and told with the
+least and the greatest of them. What time is left out of are the last rounds.
 The parts are in `serving_bench/`.
 """
 
@@ -40,6 +46,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -49,16 +56,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where PYTHONSAFEPATH is set
 
 from serving_bench import points, report
-from serving_bench.engines import Built, Ground, build_site, release, wait
-from serving_bench.measure import Effort, measure
-from serving_bench.points import Arrivals, Point, Setting, Site
-from serving_bench.warm import Compiles, warm_prompts
+from serving_bench.engines import Ground
+from serving_bench.measure import Effort
+from serving_bench.points import Arrivals
+from serving_bench.session import Clock, Session, named, say
+from serving_bench.split import kind
+from serving_bench.warm import Compiles
 
 from trtllm_treewy.cli.sizes import format_size, parse_size
 
 STARTED = time.perf_counter()
-# Sizes of captured steps where requests come at a rate.
-RATE_BATCHES = (1, 4, 16, 64, 128)
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FRACTIONS = (0.6, 0.75, 0.9)
 WORKLOADS = ("chat", "generation", "summary", "anchor")
@@ -115,10 +122,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--requests-per-sequence", type=int, default=2, help="of those at once")
     add("--least-requests", type=int, default=8)
     add("--point-seconds", type=float, help="after which a point is cut (never)")
+    add("--repeats", type=int, default=1, help="of every point, taking turns (1)")
     add("--settle", type=float, default=0.0, help="seconds of load before a point is counted (0)")
     add("--seconds", type=float, help="of the whole: no point is begun that would end later")
     add("--law", nargs="+", default=[], metavar="TREE=P,P", help="acceptance by depth, as 3=.9,.8")
     add("--batch-wait-iters", type=int, default=0, help="as of `serve` (none)")
+    add("--cuda-graph-max-prompt-tokens", type=int, help="as of `serve` (as an engine has it)")
     add("--memory", type=parse_size, help="what counts as the whole memory (the GPU's)")
     add("--layers", type=int, help="the first layers of the model alone")
     add("--scale", type=float, default=1.0, help="factor on all lengths, for small models")
@@ -154,9 +163,19 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("no model and no --from given")
     if not (args.point or args.concurrency or args.rate):
         parser.error("neither --concurrency nor --rate names a load")
+    tokens = args.cuda_graph_max_prompt_tokens
+    if tokens is not None and tokens < 0:
+        parser.error(f"--cuda-graph-max-prompt-tokens: expected at least 0, got {tokens}")
     if args.settle < 0:
         parser.error(f"--settle: expected at least 0, got {args.settle:g}")
-    positive = ("most", "requests_per_sequence", "least_requests", "scale", "rate_seconds")
+    positive = (
+        "most",
+        "repeats",
+        "requests_per_sequence",
+        "least_requests",
+        "scale",
+        "rate_seconds",
+    )
     limits = ("point_seconds", "seconds")
     for name in (*positive, "concurrency", "rate", "burstiness", "fraction", *limits):
         value = getattr(args, name)
@@ -208,11 +227,15 @@ def laws(given: Sequence[str]) -> dict[str, tuple[float, ...]]:
 def merge(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Runs of one model on one device as one run; of equal points the last.
 
+    A whole run and a window of a steady state are not equal. Rows get the number of their run, as
+    what comes of different ones differs by more than policies may.
+
     Raises:
         ValueError: they are not of one model, device and law.
     """
     first, found = runs[0]["about"], {}
-    for run in runs:
+    defaults = vars(build_parser().parse_args([]))
+    for number, run in enumerate(runs, start=1):
         facts, same = run["about"], ("device", "memory", "torch")
         for name in same:
             if facts[name] != first[name]:
@@ -226,8 +249,10 @@ def merge(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "most",
             "seed",
             "batch_wait_iters",
+            "cuda_graph_max_prompt_tokens",
         ):
-            these, those = (x["settings"].get(name) for x in (facts, first))
+            # A run of a time before a setting has what is now its default.
+            these, those = (x["settings"].get(name, defaults[name]) for x in (facts, first))
             if these != those:
                 raise ValueError(f"{name} is {these} beside {those}")
         for tree in facts["laws"].keys() & first["laws"].keys():
@@ -236,16 +261,10 @@ def merge(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         first["laws"] |= facts["laws"]
         for row in run["rows"]:
             key = [row[k] for k in ("workload", "fraction", "policy", "tree", "load")]
-            found[tuple(key)] = row
+            found[(*key, kind(row))] = row | {"run": number}
     names = {named(row) for row in found.values()}
     left = [point for run in runs for point in run.get("left_out", ()) if point not in names]
     return {"about": first, "rows": list(found.values()), "left_out": list(dict.fromkeys(left))}
-
-
-def named(row: Mapping[str, Any]) -> str:
-    """A point's name, by its row."""
-    way = Setting(row["policy"], row["tree"]).name
-    return f"{row['workload']}, fraction {row['fraction']:g}, {way}, {row['load']}"
 
 
 def measure_all(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
@@ -273,127 +292,39 @@ def measure_all(parser: argparse.ArgumentParser, args: argparse.Namespace) -> di
     facts["settings"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     started = time.perf_counter()
     model = dummy_model(config, dtype=getattr(torch, args.dtype), device=device, seed=args.seed)
-    say(f"{format_size(memory)} of memory, weights made in {time.perf_counter() - started:.1f} s")
+    say(
+        f"{format_size(memory)} of memory, weights made in {time.perf_counter() - started:.1f} s, "
+        f"{started - STARTED:.1f} s after the start"
+    )
     say("acceptance is simulated (--law): texts mean nothing")
     ground = Ground(
         config, model, memory, args.most, args.state_dtype, args.laws,
         captured=device.type == "cuda", batch_wait_iters=args.batch_wait_iters,
+        prompt_tokens=args.cuda_graph_max_prompt_tokens,
     )  # fmt: skip
     run: dict[str, Any] = {"about": facts, "rows": [], "left_out": []}
-    clock = Clock(args, Compiles())
-    for site, arrivals in plan.items():
-        measure_site(args, ground, site, arrivals, run, clock)
+    clock = Clock(effort_of(args), STARTED + args.seconds if args.seconds else None)
+    Session(ground, clock, args.repeats, run, lambda: save(args.output, run), Compiles()).measure(
+        plan
+    )
     return run
 
 
-class Clock:
-    """The time that is left of --seconds, and what was done once for all sites.
-
-    Attributes:
-        effort: of every point.
-        compiles: kernels that were compiled.
-        warmed: length of the longest prompts that kernels are compiled for.
-    """
-
-    def __init__(self, args: argparse.Namespace, compiles: Compiles) -> None:
-        self.effort = Effort(
-            args.requests_per_sequence, args.least_requests, args.rate_seconds, args.point_seconds,
-            args.seed, args.settle,
-        )  # fmt: skip
-        self.compiles, self.warmed = compiles, 0
-        self._end = STARTED + args.seconds if args.seconds else None
-
-    def has_time(self, point: Point) -> bool:
-        """Whether the point ends in time if it begins now, as far as is known."""
-        return self._end is None or time.perf_counter() + self.effort.most(point) < self._end
+def effort_of(args: argparse.Namespace) -> Effort:
+    """How much is run for a point."""
+    return Effort(
+        args.requests_per_sequence, args.least_requests, args.rate_seconds, args.point_seconds,
+        args.seed, args.settle,
+    )  # fmt: skip
 
 
-def measure_site(
-    args: argparse.Namespace,
-    ground: Ground,
-    site: Site,
-    arrivals: Sequence[Arrivals],
-    run: dict[str, Any],
-    clock: Clock,
-) -> None:
-    """Adds the points of an engine to the run, and saves it."""
-    import torch
-
-    wanted = [Point(site, load) for load in arrivals]
-    if clock.has_time(wanted[0]):
-        built, failed = None, ""
-        started = time.perf_counter()
-        try:
-            built = build_site(ground, site, batch_sizes(arrivals))
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            failed = f"does not fit: {str(error)[:200]}"
-        else:
-            seconds = time.perf_counter() - started
-            say(f"{_name(site)}: {built.slots} slots, {seconds:.1f} s to build")
-            _warm(ground, built, wanted[0], clock)
-        while wanted and (failed or clock.has_time(wanted[0])):
-            row = _measure(ground, built, wanted.pop(0), failed, clock)
-            run["rows"].append(row)
-            speed = row.get("output_tokens_per_second", row.get("error"))
-            say(
-                f"{named(row)}: {speed} tokens/s, {row.get('seconds', 0)} s after "
-                f"{row.get('settle_seconds', 0)} s, and {row.get('warm_seconds', 0)} s to warm up"
-            )
-            _save(args, run)
-        wait(ground.device)  # a step may be under way whose buffers go now
-        del built
-        release(ground.device)
-    for left in wanted:
-        run["left_out"].append(named(left.to_dict()))
-        say(f"{run['left_out'][-1]}: left out, no time is left of --seconds")
-    _save(args, run)
-
-
-def batch_sizes(arrivals: Sequence[Arrivals]) -> list[int]:
-    """Numbers of sequences whose steps are captured for these loads."""
-    closed = {load.concurrency for load in arrivals if load.concurrency is not None}
-    return sorted(closed | (set(RATE_BATCHES) if any(load.rate for load in arrivals) else set()))
-
-
-def _warm(ground: Ground, built: Built, point: Point, clock: Clock) -> None:
-    """Compiles the kernels of prompts, unless an engine before has."""
-    longest = point.site.workload.max_len
-    if not ground.captured or longest <= clock.warmed:
+def save(file: Path | None, run: Mapping[str, Any]) -> None:
+    """Writes the run whole or not at all: what was there before stays if this is interrupted."""
+    if file is None:
         return
-    started = time.perf_counter()
-    warm_prompts(built, point, ground.config.vocab_size)
-    clock.warmed = longest
-    say(
-        f"prompts of up to {longest} tokens, which compiles their kernels: "
-        f"{time.perf_counter() - started:.1f} s"
-    )
-
-
-def _measure(
-    ground: Ground, built: Built | None, point: Point, failed: str, clock: Clock
-) -> dict[str, Any]:
-    import torch
-
-    if built is None:
-        return point.to_dict() | {"error": failed}
-    try:
-        return measure(built, point, clock.effort, ground.config.vocab_size, clock.compiles)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        return point.to_dict() | {"error": f"ran out of memory: {str(error)[:200]}"}
-
-
-def _save(args: argparse.Namespace, run: dict[str, Any]) -> None:
-    if args.output:
-        args.output.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-
-
-def _name(site: Site) -> str:
-    setting: Setting = site.setting
-    return f"{site.workload.name}, fraction {site.fraction:g}, {setting.name}"
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    fresh = file.with_name(file.name + ".new")
+    fresh.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    os.replace(fresh, file)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,18 @@ from engine_world import CONFIG, VOCAB
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from serving_bench import engines, goals, plot, points, report, split, warm
+from serving_bench import (
+    compare,
+    engines,
+    goals,
+    plot,
+    points,
+    repeats,
+    report,
+    session,
+    split,
+    warm,
+)
 from serving_bench.drive import drive
 from serving_bench.measure import Effort, measure
 from serving_bench.points import Arrivals, Point, Setting, Site, Workload
@@ -338,9 +349,11 @@ def test_a_load_that_settles_first():
     assert run_on(FakeEngine(), requests, 4, seconds=5.0, settle=0.5).start == 1.0
     slow = FakeEngine(blocked=range(3))
     assert run_on(slow, requests, 4, seconds=5.0, settle=1.5).start == 4.0
-    slow = FakeEngine(blocked=range(99))
-    slow.slots = 2  # one of them always blocked
-    assert run_on(slow, requests, 4, seconds=5.0, settle=1.0).start == 5.0
+    stuck = FakeEngine(blocked=range(99))
+    stuck.slots = 1  # always blocked
+    assert run_on(stuck, requests, 4, seconds=5.0, settle=1.0).start == 5.0
+    # Requests that end with their first token are never there at once with one.
+    assert run_on(FakeEngine(), [planned(1)] * 40, 4, seconds=5.0, settle=1.0).start == 1.0
     early = FakeEngine()
     whole = run_on(early, [planned(2)], 1, settle=9.0)
     assert (whole.start, whole.tokens, len(whole.results)) == (whole.began, 2, 1)
@@ -382,10 +395,9 @@ def test_points_are_split_by_what_snapshots_do():
         ("deferred", "2,2,2", 8), ("reconstruct", "7", 8),
     ]  # fmt: skip
     assert names[1] == [("snapshot", "3", 8), ("reconstruct", "3", 8)]
-    assert split.ratios(bound, rows)[0]["throughput"] == pytest.approx(3.0)
-    (found,) = split.ratios([*bound, *free], rows)
-    assert (found["policy"], found["points"]) == ("reconstruct", 2)
-    assert found["throughput"] == pytest.approx((3.0 * 0.5) ** 0.5)
+    # A window of a steady state is compared with windows alone.
+    window = row("reconstruct", 300, settle_seconds=2.0)
+    assert split.split([rows[0], window])[1] == [window]
 
 
 def test_goals_are_judged_where_there_are_rows():
@@ -407,9 +419,106 @@ def test_goals_are_judged_where_there_are_rows():
     assert met("256 at once, fraction 0.65") == (False, "1.15x")
     assert met("sequences at once") == (False, "199")
     assert met("64 at once, fraction 0.9") == (None, "")
-    assert met("memory-bound: throughput") == (True, "2.00x")
-    assert met("deferred over reconstruct") == (True, "1.12x")
-    assert met("auto over the better") == (False, "0.94x")
+    assert met("memory-bound: throughput") == (True, "2.00x (1 point, least 2.00x)")
+    assert met("deferred over reconstruct") == (True, "1.12x (anchor, 0.9, 256 at once)")
+    assert met("auto over the better") == (False, "0.94x (anchor, 0.9, 256 at once)")
+    # What vLLM measured are whole runs: a window, or a run that was cut, is not set against them.
+    rows = [row("reconstruct", 9000, settle_seconds=2.0), row("deferred", 9000, unfinished=3)]
+    judged = {g.name: g for g in goals.goals(rows)}
+    assert met("256 at once, fraction 0.9: over vLLM's MTP-3") == (None, "")
+
+
+def test_repeats_are_one_row():
+    rows = [row("none", speed, "none", late=late) for speed, late in ((90, 1), (120, 0), (100, 0))]
+    found = repeats.combine(rows)
+    assert (found["output_tokens_per_second"], found["late"]) == (100, 0)
+    assert repeats.speeds(found) == [90, 120, 100]  # in the order of the rounds
+    assert found["repeats"][0] == {
+        "output_tokens_per_second": 90, "acceptance_length": 3.2, "memory_bound_share": 0.0,
+        "late": 1, "ttft_p50": 1.0, "ttft_p99": 2.0, "tpot_p50": 1.0,
+    }  # fmt: skip
+    even = repeats.combine(rows[:2])
+    assert (even["output_tokens_per_second"], even["late"]) == (105, 1)
+    assert repeats.combine(rows[:1]) == rows[0]
+    failed = row("none", 0, "none", error="ran out of memory")
+    assert repeats.combine([rows[0], failed]) == rows[0]
+    assert repeats.combine([failed]) == failed
+    assert "100 (90 to 120, 3)" in report.point(found)
+
+
+def repeated(policy, speeds, tree="3", **more):
+    return repeats.combine([row(policy, speed, tree, **more) for speed in speeds])
+
+
+def test_ratios_are_taken_round_by_round():
+    """The device slows down from round to round, which no ratio shall see."""
+    rows = [
+        repeated("reconstruct", [100, 90, 50]), repeated("deferred", [103, 90, 52]),
+        repeated("reconstruct", [98, 91, 49], "auto"), repeated("none", [50, 45, 60], "none"),
+        row("snapshot", 40), repeated("reconstruct", [60, 54, 30], "2,2,2"),
+        repeated("deferred", [9], "3", concurrency=8), row("reconstruct", 10, concurrency=8),
+    ]  # fmt: skip
+    (found, alone) = compare.over(rows, "deferred", "reconstruct")
+    assert (found.ratio, found.low, found.high, found.rounds) == (1.03, 1.0, 1.04, 3)
+    assert (alone.ratio, alone.rounds) == (0.9, 1)
+    # By chance it accepted less, in the second round alone.
+    unlucky = {**rows[1], "repeats": [dict(r) for r in rows[1]["repeats"]]}
+    unlucky["repeats"][1]["acceptance_length"] = 3.2 / 1.1
+    (found, _) = compare.over([rows[0], unlucky, *rows[2:]], "deferred", "reconstruct")
+    assert (found.ratio, found.equal) == (1.03, pytest.approx(1.04))
+    # The median of the rounds against each rival, and of those the least: here chain 3's.
+    (found,) = compare.auto_over_best(rows)
+    assert (found.base["tree"], found.ratio, found.low) == ("3", 0.98, 0.98)
+    # A row of one round has no rounds to go by.
+    (first, *others) = compare.over_snapshots(rows)
+    assert (first.ratio, first.rounds, len(others)) == (90 / 40, 1, 1)
+    (tree,) = compare.trees_over_chain(rows)
+    assert (tree.row["tree"], tree.base["tree"], tree.ratio) == ("2,2,2", "3", 0.6)
+    (goal,) = [g for g in goals.goals(rows) if "auto over" in g.name]
+    assert goal.measured == "0.98x (anchor, 0.9, 256 at once; rounds 0.98 to 1.01)"
+    (goal,) = [g for g in goals.goals(rows) if "deferred over" in g.name]
+    assert (goal.met, goal.measured) == (False, "0.90x (anchor, 0.9, 8 at once)")
+
+
+def at_budget(fraction, speeds, tails, bound, **more):
+    """Snapshots, which memory binds or not, and reconstruct."""
+    for policy, speed, tail in zip(("snapshot", "reconstruct"), speeds, tails, strict=True):
+        share = bound if policy == "snapshot" else 0.0
+        times = {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": tail}
+        yield row(policy, speed, bound=share, fraction=fraction, ttft=times, **more)
+
+
+def test_means_by_budget():
+    rows = [
+        *at_budget(0.6, (100, 200), (30.0, 1.0), 0.9),
+        *at_budget(0.6, (100, 450), (120.0, 1.0), 0.9, workload="chat"),
+        *at_budget(0.75, (100, 150), (2.0, 1.0), 0.3),
+        *at_budget(0.9, (100, 99), (1.0, 1.0), 0.0),
+        # At a rate everybody has the throughput of the arrivals.
+        *at_budget(0.6, (100, 100), (9.0, 1.0), 0.5, load="8/s in bursts (0.25)", rate=8.0),
+    ]  # fmt: skip
+    found = [
+        (b.fraction, b.bound, b.points, round(b.throughput, 3), round(b.least, 2))
+        for b in compare.by_budget(rows)
+    ]
+    assert found == [
+        (0.6, True, 2, 3.0, 2.0), (0.75, True, 1, 1.5, 1.5),
+        (None, True, 3, round(13.5 ** (1 / 3), 3), 1.5),
+        (0.9, False, 1, 0.99, 0.99), (None, False, 1, 0.99, 0.99),
+    ]  # fmt: skip
+    tightest = compare.by_budget(rows)[0]
+    assert tightest.first_tokens == pytest.approx(60.0)
+    judged = {g.name.split(":")[0] + g.target: g for g in goals.goals(rows)}
+    assert judged["memory-boundat least 1.5x"].measured == "2.38x (3 points, least 1.50x)"
+    assert (
+        judged["memory-bound, tightest budgetat least 10x"].measured == "60.00x (2 points at 0.6)"
+    )
+    assert judged["headroomat least 0.99x"].met
+    (first, second) = compare.bursts(rows)
+    assert (first.key[2], first.shares, first.first_tokens) == ("snapshot", {0.6: 0.5}, {0.6: 9.0})
+    assert (second.key[2], second.shares) == ("reconstruct", {0.6: 0.0})
+    # Nothing of memory-bound points, nothing judged.
+    assert not compare.by_budget([row("snapshot", 1), row("none", 1, "none")])
 
 
 def test_lines_of_a_plot():
@@ -485,7 +594,7 @@ def test_chosen_points_in_a_time(tiny, tmp_path, capsys, monkeypatch):
     flags = [str(tiny), *COMMON, "--memory", "400KiB", "--output", str(output)]
     chosen = ["anchor:0.6:snapshot+reconstruct:3:8+4", "anchor:0.6:none:-:2"]
     settle = ["--settle", "0.05", "--point-seconds", "0.2", "--requests-per-sequence", "500"]
-    module.main([*flags, "--point", *chosen, *settle])
+    module.main([*flags, "--point", *chosen, *settle, "--repeats", "2"])
     run = json.loads(output.read_text())
     found = [(r["policy"], r["load"]) for r in run["rows"]]
     assert found == [
@@ -495,17 +604,20 @@ def test_chosen_points_in_a_time(tiny, tmp_path, capsys, monkeypatch):
     ]  # fmt: skip
     assert all(r["settle_seconds"] >= 0.05 and r["seconds"] >= 0.19 for r in run["rows"])
     assert run["left_out"] == []
-    assert "s before they were counted" in capsys.readouterr().out
+    assert all(len(r["repeats"]) == 2 for r in run["rows"])
+    printed = capsys.readouterr().out
+    for part in ("s before they were counted", "8 at once, steady", "Over `snapshot`:", "repeated"):
+        assert part in printed
 
     # Time is up after the first point: what is left is said, and another run adds it.
-    real = module.measure
+    real, calls = session.measure, []
 
-    def slow(*args):
-        monkeypatch.setattr(module, "STARTED", -1e9)
-        return real(*args)
+    def counted(*args):
+        calls.append(real(*args))
+        return calls[-1]
 
-    monkeypatch.setattr(module, "measure", slow)
-    monkeypatch.setattr(module.Clock, "has_time", lambda self, point: module.STARTED > -1e9)
+    monkeypatch.setattr(session, "measure", counted)
+    monkeypatch.setattr(session.Clock, "has_time", lambda self, point: not calls)
     module.main([*flags, "--point", *chosen, "--seconds", "500"])
     cut = json.loads(output.read_text())
     assert [r["load"] for r in cut["rows"]] == ["8 at once"]
@@ -521,23 +633,96 @@ def test_chosen_points_in_a_time(tiny, tmp_path, capsys, monkeypatch):
 
 
 def test_points_end_before_the_time_does(monkeypatch):
-    module = script()
-    args = SimpleNamespace(
-        seconds=40.0, settle=2.0, point_seconds=5.0, rate_seconds=20.0, requests_per_sequence=2,
-        least_requests=1, seed=0,
-    )  # fmt: skip
+    effort = Effort(2, 1, rate_seconds=20.0, seconds=5.0, seed=0, settle=2.0)
     closed, rate = Point(site(), Arrivals(8)), Point(site(), Arrivals(None, 4.0))
-    clock = module.Clock(args, warm.Compiles())
-    assert [clock.effort.cut(point) for point in (closed, rate)] == [5.0, 18.0]
-    now = [module.STARTED + 24.9]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    clock = session.Clock(effort, 140.0)
+    assert [effort.cut(point) for point in (closed, rate)] == [5.0, 18.0]
+    now = [124.9]
+    monkeypatch.setattr(session.time, "perf_counter", lambda: now[0])
     assert clock.has_time(closed)
     assert not clock.has_time(rate)
     now[0] += 0.2
     assert not clock.has_time(closed)
-    endless = SimpleNamespace(**{**vars(args), "seconds": None, "point_seconds": None})
-    assert module.Clock(endless, None).has_time(rate)
-    assert module.Clock(endless, None).effort.cut(rate) is None
+    endless = session.Clock(replace(effort, seconds=None), None)
+    assert endless.has_time(rate)
+    assert endless.effort.cut(rate) is None
+    # Of a run without a cut the first round tells how long the next one takes.
+    whole = session.Clock(replace(effort, seconds=None, settle=0.0), 140.0)
+    assert whole.has_time(closed)
+    whole.note(closed, 20.0)
+    assert not whole.has_time(closed)
+
+
+def a_session(ground, repeats, memory=1 << 20):
+    effort = Effort(1, 1, rate_seconds=1.0, seconds=None, seed=0)
+    run = {"rows": [], "left_out": []}
+    ground = replace(ground, memory=memory)
+    return session.Session(ground, session.Clock(effort, None), repeats, run, lambda: None)
+
+
+def test_engines_that_are_compared_stand_together(ground):
+    """Of one workload and fraction, as far as the memory holds them."""
+    ways = [("none", "none"), ("reconstruct", "3"), ("snapshot", "3,3,3"), ("deferred", "3")]
+    plan = {site(*way, 0.6): [Arrivals(2), Arrivals(1)] for way in ways}
+    plan |= {site(*way, 0.9): [Arrivals(None, 4.0)] for way in ways[:2]}
+
+    def grouped(made):
+        return [[s.setting.policy for s in group] for group in made.groups(plan)]
+
+    assert grouped(a_session(ground, 1)) == [[policy] for policy, _ in [*ways, *ways[:2]]]
+    # Two sequences each take little; at a rate as many as fit are held, which is all of it.
+    assert grouped(a_session(ground, 2)) == [
+        ["none", "reconstruct", "snapshot", "deferred"], ["none"], ["reconstruct"]
+    ]  # fmt: skip
+    plan = {site(*way, 1.0): [Arrivals(2)] for way in ways}
+    sizes = [engines.plan_site(ground, s, *session.limits_of(plan[s])) for s in plan]
+    assert all(planned.slots == 2 and not planned.bound_by_memory for planned in sizes)
+    taken = [planned.total - planned.weights for planned in sizes]
+    tight = int((sizes[0].weights + sum(taken[:3]) - 1) / session.TOGETHER)
+    assert grouped(a_session(ground, 2, tight)) == [
+        ["none", "reconstruct"], ["snapshot", "deferred"]
+    ]  # fmt: skip
+
+
+def test_engines_take_turns(ground, monkeypatch):
+    made, seen = a_session(ground, 3), []
+
+    def measured(built, point, effort, vocab, compiles):
+        seen.append((point.site.setting.policy, point.arrivals.concurrency, effort.seed))
+        speed = 10.0 * built.slots + effort.seed
+        return point.to_dict() | {"output_tokens_per_second": speed, "slots": built.slots}
+
+    monkeypatch.setattr(session, "measure", measured)
+    made.measure({site(p): [Arrivals(1), Arrivals(2)] for p in ("reconstruct", "deferred")})
+    once = [("reconstruct", 1), ("reconstruct", 2), ("deferred", 1), ("deferred", 2)]
+    assert seen == [(*what, seed) for seed in (0, 1, 2) for what in once]
+    rows = made.run["rows"]
+    assert [(r["policy"], r["load"]) for r in rows] == [(p, f"{n} at once") for p, n in once]
+    assert all(r["output_tokens_per_second"] == 21 and r["engines"] == 2 for r in rows)
+    assert [repeats.speeds(r) for r in rows] == [[20, 21, 22]] * 4
+    assert made.run["left_out"] == []
+
+    # A point that fails is not tried again.
+    seen.clear()
+    failing = a_session(ground, 3)
+
+    def fails(built, point, *rest):
+        seen.append(point)
+        raise MemoryError("too much")
+
+    monkeypatch.setattr(session, "measure", fails)
+    failing.measure({site(): [Arrivals(1)]})
+    assert len(seen) == 1
+    assert [r["error"] for r in failing.run["rows"]] == ["ran out of memory: too much"]
+
+
+def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
+    module, file = script(), tmp_path / "run.json"
+    module.save(file, {"rows": []})
+    monkeypatch.setattr(module.json, "dumps", lambda *args, **more: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module.save(file, {"rows": [1]})
+    assert file.read_text() == '{\n "rows": []\n}\n'
 
 
 def a_run(*rows, **settings):
@@ -555,10 +740,22 @@ def test_runs_are_put_together():
     merge = script().merge
     again = row("snapshot", 5)
     found = merge([a_run(row("snapshot", 3), row("none", 1, "none")), a_run(again)])
-    assert found["rows"] == [again, row("none", 1, "none")]
+    assert found["rows"] == [again | {"run": 2}, row("none", 1, "none") | {"run": 1}]
     assert "snapshot" in report.text(found)
+    # A window of a steady state stands beside the whole run of the same point.
+    window = row("snapshot", 4, settle_seconds=2.0)
+    both = merge([a_run(row("snapshot", 3)), a_run(window)])["rows"]
+    assert both == [row("snapshot", 3) | {"run": 1}, window | {"run": 2}]
+    # What is compared across runs is marked, and has no rounds in common.
+    runs = [a_run(repeated(policy, (4, 6, 8))) for policy in ("snapshot", "reconstruct")]
+    found = merge(runs)
+    assert "1.000x†" in report.text(found) and "† of two runs" in report.text(found)
+    assert compare.over_snapshots(found["rows"])[0].rounds == 1
     with pytest.raises(ValueError, match="dtype is a beside None"):
         merge([a_run(), a_run(dtype="a")])
+    assert merge([a_run(), a_run(batch_wait_iters=0)])["rows"] == []
+    with pytest.raises(ValueError, match="batch_wait_iters is 4 beside 0"):
+        merge([a_run(), a_run(batch_wait_iters=4)])
     other = a_run()
     other["about"]["laws"] = {"3": [0.8]}
     with pytest.raises(ValueError, match="law of 3"):
@@ -583,6 +780,8 @@ def test_what_does_not_fit_is_said(tiny, tmp_path, capsys):
         (["m", "--rate", "-1"], "--rate: expected above 0"),
         (["m", "--concurrency"], "neither"),
         (["m", "--settle", "-1"], "--settle: expected at least 0"),
+        (["m", "--cuda-graph-max-prompt-tokens", "-1"], "expected at least 0, got -1"),
+        (["m", "--repeats", "0"], "--repeats: expected above 0"),
         (["m", "--seconds", "0"], "--seconds: expected above 0"),
         (["m", "--point", "chat:0.9:none:-"], "WORKLOAD:FRACTION:POLICY:TREE:LOAD"),
         (["m", "--point", "chat:0.9:snapshot:x:8"], "tree 'x'"),

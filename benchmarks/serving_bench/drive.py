@@ -153,7 +153,7 @@ def drive(
     while pending or opened:
         now = clock() - run.began
         settled = not settle or run.start > run.began
-        if not settled and _is_settled(engine, spec, opened, now, settle):
+        if not settled and _is_settled(engine, spec, opened, run, now, settle):
             settled, seen = True, run.began + now
             run.settle(engine, seen)
         if seconds is not None and settled and now >= run.start - run.began + seconds:
@@ -177,19 +177,22 @@ def _is_settled(
     engine: Engine,
     spec: LoadSpec,
     opened: dict[int, tuple[Request, RequestResult]],
+    run: Run,
     now: float,
     settle: float,
 ) -> bool:
     """Whether a load that began `now` seconds ago shall be counted from now on.
 
-    After `settle` seconds, and when as many as fit at once have had a first token, for which it
-    waits up to SETTLE_MOST times as long: many long prompts at the beginning take their time.
+    After `settle` seconds, and when the first requests, as many as fit at once, have had a first
+    token, for which it waits up to SETTLE_MOST times as long: many long prompts at the beginning
+    take their time.
     """
     if now < settle or spec.request_rate is not None:
         return now >= settle
-    going = sum(request.first_token_at is not None for request, _ in opened.values())
     fit = min(spec.concurrency, engine.stats.slots_total)
-    return going >= fit or now >= SETTLE_MOST * settle
+    first = run.before["requests_added"] + fit
+    late = any(r.first_token_at is None for number, (r, _) in opened.items() if number < first)
+    return not late or now >= SETTLE_MOST * settle
 
 
 def _send(

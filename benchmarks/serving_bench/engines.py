@@ -12,10 +12,12 @@ import torch
 
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
+from trtllm_treewy.memory_plan import MemoryPlan
 from trtllm_treewy.model import Qwen3_5ForCausalLM
 from trtllm_treewy.runtime import build
 from trtllm_treewy.runtime.commit_policy import choose_stash
 from trtllm_treewy.runtime.engine import Engine
+from trtllm_treewy.runtime.memory_budget import MemoryBudget
 from trtllm_treewy.runtime.scheduler import BatchWait
 
 from .points import Site
@@ -35,6 +37,7 @@ class Ground:
         state_dtype: of the recurrent state.
         laws: of acceptance, by tree, where they are not the default ones.
         batch_wait_iters: steps that a request waits for others to start with it.
+        prompt_tokens: of the largest prompt step that is captured, None for what an engine takes.
     """
 
     config: ModelConfig
@@ -45,6 +48,7 @@ class Ground:
     laws: Mapping[str, Sequence[float]]
     captured: bool
     batch_wait_iters: int = 0
+    prompt_tokens: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -65,12 +69,40 @@ class Built:
     report: Mapping[str, int]
 
 
-def build_site(ground: Ground, site: Site, batch_sizes: Sequence[int]) -> Built:
+@dataclass(frozen=True)
+class PlannedSite:
+    """What an engine of a site will be, before anything is allocated.
+
+    Attributes:
+        slots: sequences.
+        bound_by_memory: whether memory, and not the number asked for, set them.
+        weights, total: bytes of the weights, and of all.
+        speculation, cache, tokens, graphs: its settings.
+    """
+
+    slots: int
+    bound_by_memory: bool
+    weights: int
+    total: int
+    speculation: MTPDecodingConfig
+    cache: KvCacheConfig
+    tokens: int
+    graphs: CudaGraphConfig | None
+
+
+def plan_site(
+    ground: Ground, site: Site, batch_sizes: Sequence[int], most: int | None = None
+) -> PlannedSite:
     """The engine of a site, steps captured for these numbers of sequences and for all it holds.
 
     Slots are divided as if every sequence ended at the workload's mean length; what is left is KV
     cache. So sequences that grow longer at one time preempt each other, as in a server that is set
     up for its traffic and not for the longest request.
+
+    Args:
+        ground, site: what it is for.
+        batch_sizes: that steps are captured for.
+        most: sequences that the loads have at once, where they are fewer than the ground's.
 
     Raises:
         MemoryError: not even one sequence of the longest length fits beside the weights.
@@ -80,33 +112,54 @@ def build_site(ground: Ground, site: Site, batch_sizes: Sequence[int]) -> Built:
         mamba_ssm_cache_dtype=ground.state_dtype,  # type: ignore[arg-type]
         free_gpu_memory_fraction=site.fraction,
     )
-    tokens = max(MAX_NUM_TOKENS, 2 * ground.most * speculation.max_nodes)
-    graphs = _graphs(ground, batch_sizes, ground.most)
+    most = min(ground.most, most or ground.most)
+    tokens = max(MAX_NUM_TOKENS, 2 * most * speculation.max_nodes)
+    graphs = _graphs(ground, batch_sizes, most)
     fits = _fitting(ground, site, speculation, cache, tokens, graphs)
-    slots = min(ground.most, fits)
+    slots = min(most, fits)
+    graphs = _graphs(ground, batch_sizes, slots)
+    sizes = _sequence(ground, site, speculation, cache)
+    budget = _divide(ground, sizes, speculation, cache, tokens, graphs, ground.memory, slots)
+    return PlannedSite(
+        slots, fits < most, budget.weights, budget.total, speculation, cache, tokens, graphs
+    )
+
+
+def build_site(
+    ground: Ground, site: Site, batch_sizes: Sequence[int], most: int | None = None
+) -> Built:
+    """The engine that `plan_site` tells of.
+
+    Raises:
+        MemoryError: it does not fit.
+    """
+    planned = plan_site(ground, site, batch_sizes, most)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said once for the whole run
         engine, report = build.build_engine(
             ground.config,
             lambda: ground.model,
-            speculation,
-            cache,
+            planned.speculation,
+            planned.cache,
             dtype=ground.dtype,
             device=ground.device,
-            max_batch_size=slots,
+            max_batch_size=planned.slots,
             max_seq_len=site.workload.max_len,
-            max_num_tokens=tokens,
-            graphs=_graphs(ground, batch_sizes, slots),
+            max_num_tokens=planned.tokens,
+            graphs=planned.graphs,
             free=ground.memory,
             batch_wait=BatchWait(ground.batch_wait_iters, MAX_NUM_TOKENS // 2),
         )
-    return Built(engine, slots, fits < ground.most, report)
+    return Built(engine, planned.slots, planned.bound_by_memory, report)
 
 
 def _graphs(ground: Ground, sizes: Sequence[int], slots: int) -> CudaGraphConfig | None:
     if not ground.captured:
         return None
-    return CudaGraphConfig(batch_sizes=(*(n for n in sizes if n < slots), slots))
+    batches = (*(n for n in sizes if n < slots), slots)
+    if ground.prompt_tokens is None:
+        return CudaGraphConfig(batch_sizes=batches)
+    return CudaGraphConfig(batch_sizes=batches, max_prompt_tokens=ground.prompt_tokens)
 
 
 def _fitting(
@@ -119,28 +172,11 @@ def _fitting(
 ) -> int:
     """Sequences of the workload's mean length that the memory holds, the longest among them."""
     workload = site.workload
-    sizes = build.plan_sequence(
-        ground.config,
-        speculation,
-        cache,
-        ground.dtype,
-        workload.max_len,
-        choose_stash(speculation.stash),
-    )
+    sizes = _sequence(ground, site, speculation, cache)
+    mean = replace(sizes, context_length=workload.mean_len)
 
     def slots(memory: int) -> int:
-        budget = build.plan_memory(
-            ground.config,
-            replace(sizes, context_length=workload.mean_len),
-            speculation,
-            cache,
-            ground.dtype,
-            ground.device,
-            None,
-            tokens,
-            free=memory,
-            graphs=graphs,
-        )
+        budget = _divide(ground, mean, speculation, cache, tokens, graphs, memory, None)
         return budget.num_slots
 
     found = slots(ground.memory)
@@ -149,6 +185,45 @@ def _fitting(
     # So few share the KV cache that the longest one would not fit: room for it is set aside.
     longest = sizes.blocks(workload.max_len) * sizes.kv_block
     return slots(max(1, ground.memory - int(longest / site.fraction)))
+
+
+def _sequence(
+    ground: Ground, site: Site, speculation: MTPDecodingConfig, cache: KvCacheConfig
+) -> MemoryPlan:
+    """What a sequence of the longest length takes."""
+    return build.plan_sequence(
+        ground.config,
+        speculation,
+        cache,
+        ground.dtype,
+        site.workload.max_len,
+        choose_stash(speculation.stash),
+    )
+
+
+def _divide(
+    ground: Ground,
+    sizes: MemoryPlan,
+    speculation: MTPDecodingConfig,
+    cache: KvCacheConfig,
+    tokens: int,
+    graphs: CudaGraphConfig | None,
+    memory: int,
+    slots: int | None,
+) -> MemoryBudget:
+    """Memory among so many sequences, None for as many as fit."""
+    return build.plan_memory(
+        ground.config,
+        sizes,
+        speculation,
+        cache,
+        ground.dtype,
+        ground.device,
+        slots,
+        tokens,
+        free=memory,
+        graphs=graphs,
+    )
 
 
 def memory_by_kind(built: Built, peak_blocks: int, peak_slots: int) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .compare import Budget, Pair, auto_over_best, by_budget, over
 from .points import NONE
-from .split import Row, key_of, measured, ratios, split
+from .split import Row, kind, measured
 
 # vLLM 0.25.1 on one H200, 2026-11-29: Qwen3.5-35B-A3B, bf16 dummy weights, fp32 states, prefix
 # caching off, 512 tokens in and 192 out; generated tokens a second of whole runs, by (speculation,
@@ -33,14 +34,19 @@ class Goal:
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """All goals of serving, from the rows of a run of this model on this GPU."""
-    found = _against_vllm(rows)
-    bound, headroom = split(rows)
-    found.append(_throughput(bound, rows, "memory-bound: throughput of reconstruct", 1.5))
-    found.append(_first_tokens(rows))
-    found.append(_throughput(headroom, rows, "headroom: throughput of reconstruct", 0.99))
-    found.append(_deferred(rows))
-    found.append(_auto(rows))
-    return found
+    budgets = by_budget(rows)
+    bound = [b for b in budgets if b.bound]
+    headroom = [b for b in budgets if not b.bound]
+    deferred = "deferred over reconstruct at equal acceptance: the least ratio of throughputs"
+    auto = "auto over the better of chain 3 and no speculation: the least ratio of throughputs"
+    return [
+        *_against_vllm(rows),
+        _throughput(bound, "memory-bound: throughput of reconstruct", 1.5),
+        _first_tokens(bound),
+        _throughput(headroom, "headroom: throughput of reconstruct", 0.99),
+        _least(over(rows, "deferred", "reconstruct"), deferred, 1.0),
+        _least(auto_over_best(rows), auto, 0.98),
+    ]
 
 
 def _against_vllm(rows: Sequence[Row]) -> list[Goal]:
@@ -73,11 +79,12 @@ def _beats(rows: Sequence[Row], who: str, fraction: float, count: int, factor: f
 
 
 def _chains(rows: Sequence[Row]) -> list[Row]:
-    """Ours with chain 3 on the anchor's workload."""
+    """Ours with chain 3 on the anchor's workload: runs that are whole, as vLLM's are."""
     return [
         row
         for row in measured(rows)
         if (row["workload"], row["tree"]) == ("anchor", "3") and row["policy"] in OUR_BEST
+        if kind(row) == "whole" and not row["unfinished"]
     ]
 
 
@@ -91,42 +98,43 @@ def _at_least(name: str, factor: float, ratio: float | None) -> Goal:
     return Goal(name, f"at least {factor:g}x", f"{ratio:.2f}x", ratio >= factor)
 
 
-def _throughput(rows: Sequence[Row], all_rows: Sequence[Row], what: str, factor: float) -> Goal:
+def _throughput(found: Sequence[Budget], what: str, factor: float) -> Goal:
+    """Over all budgets, of `reconstruct`."""
     name = f"{what} over snapshot, geometric mean"
-    found = [r for r in ratios(rows, all_rows) if r["policy"] == "reconstruct"]
-    return _at_least(name, factor, found[0]["throughput"] if found else None)
+    (every,) = [b for b in found if b.fraction is None and b.policy == "reconstruct"] or [None]
+    if every is None:
+        return _at_least(name, factor, None)
+    goal = _at_least(name, factor, every.throughput)
+    return replace(goal, measured=f"{goal.measured} ({_points(every)}, least {every.least:.2f}x)")
 
 
-def _first_tokens(rows: Sequence[Row]) -> Goal:
+def _first_tokens(found: Sequence[Budget]) -> Goal:
     """At the tightest budget, the memory-bound points."""
-    tightest = min((row["fraction"] for row in rows), default=None)
-    tight = [row for row in split(rows)[0] if row["fraction"] == tightest]
-    found = [r["ttft_p99"] for r in ratios(tight, rows) if r["policy"] == "reconstruct"]
+    own = [b for b in found if b.fraction is not None and b.policy == "reconstruct"]
+    tight = min(own, key=lambda b: b.fraction or 0.0, default=None)
     name = "memory-bound, tightest budget: p99 TTFT of snapshot over reconstruct, geometric mean"
-    return _at_least(name, 10.0, 1 / found[0] if found and found[0] else None)
+    if tight is None or tight.first_tokens is None:
+        return _at_least(name, 10.0, None)
+    goal = _at_least(name, 10.0, tight.first_tokens)
+    where = f"{_points(tight)} at {tight.fraction:g}"
+    return replace(goal, measured=f"{goal.measured} ({where})")
 
 
-def _deferred(rows: Sequence[Row]) -> Goal:
-    name = "deferred over reconstruct: the least ratio of throughputs at any point"
-    other = {key_of(r): r for r in measured(rows) if r["policy"] == "reconstruct"}
-    found = [
-        r["output_tokens_per_second"] / other[key_of(r)]["output_tokens_per_second"]
-        for r in measured(rows)
-        if r["policy"] == "deferred" and key_of(r) in other
-    ]
-    return _at_least(name, 1.0, min(found, default=None))
+def _points(found: Budget) -> str:
+    return "1 point" if found.points == 1 else f"{found.points} points"
 
 
-def _auto(rows: Sequence[Row]) -> Goal:
-    """`auto` against the better of chain 3 and no speculation, at points that are not cut short."""
-    speed = {
-        (*key_of(r)[:3], r["policy"], r["tree"]): r["output_tokens_per_second"]
-        for r in measured(rows)
-    }
-    found = []
-    for (*where, policy, tree), value in speed.items():
-        rivals = [speed.get((*where, policy, "3")), speed.get((*where, NONE, NONE))]
-        if tree == "auto" and all(rivals):
-            found.append(value / max(r for r in rivals if r))
-    name = "auto over the better of chain 3 and no speculation: the least ratio of throughputs"
-    return _at_least(name, 0.98, min(found, default=None))
+def _fair(found: Pair) -> float:
+    """The ratio at equal acceptance, where there is one."""
+    return found.ratio if found.equal is None else found.equal
+
+
+def _least(pairs: Sequence[Pair], name: str, factor: float) -> Goal:
+    """The least ratio at any point, and where it is."""
+    worst = min(pairs, key=_fair, default=None)
+    if worst is None:
+        return _at_least(name, factor, None)
+    goal = _at_least(name, factor, _fair(worst))
+    where = f"{worst.row['workload']}, {worst.row['fraction']:g}, {worst.row['load']}"
+    spread = f"; rounds {worst.low:.2f} to {worst.high:.2f}" if worst.rounds > 1 else ""
+    return replace(goal, measured=f"{goal.measured} ({where}{spread})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trtllm_treewy.bench.load import plan_load
@@ -40,6 +40,10 @@ class Effort:
     seconds: float | None
     seed: int
     settle: float = 0.0
+
+    def repeated(self, number: int) -> Effort:
+        """That of a repeat: other requests, the same for all that are compared."""
+        return replace(self, seed=self.seed + number)
 
     def requests(self, point: Point) -> int:
         arrivals = point.arrivals

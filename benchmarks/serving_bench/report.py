@@ -7,15 +7,25 @@ from typing import Any
 
 from trtllm_treewy.cli.sizes import format_size
 
+from .compare import COMPARISONS, Budget, Burst, Pair, bursts, by_budget
 from .goals import GPU, MODEL, Goal, goals
-from .split import BASELINE, BOUND_SHARE, Row, of, ratios, split
+from .points import Setting
+from .repeats import speeds
+from .split import BASELINE, BOUND_SHARE, Row, kind, of, split
 
 POINT_COLUMNS = (
     "workload", "fraction", "load", "policy", "tree", "tokens/s", "TTFT p50", "TTFT p99",
     "TPOT p50", "TPOT p99", "at once", "peak", "slots", "preempted", "bound", "accepted",
     "states+stash", "KV used",
 )  # fmt: skip
-RATIO_COLUMNS = ("policy", "points", "tokens/s", "TTFT p99", "TPOT p50", "at once")
+PAIR_COLUMNS = (
+    "workload", "fraction", "load", "this", "over", "tokens/s", "its", "ratio", "rounds",
+    "at equal acceptance", "TTFT p99",
+)  # fmt: skip
+BUDGET_COLUMNS = (
+    "fraction", "points", "policy", "number", "tokens/s", "least", "TTFT p99", "TPOT p50",
+    "at once",
+)  # fmt: skip
 
 
 def text(run: Mapping[str, Any]) -> str:
@@ -32,14 +42,8 @@ def text(run: Mapping[str, Any]) -> str:
         strict=True,
     ):
         parts.append(f"## {title}\n\n{table(POINT_COLUMNS, [point(row) for row in chosen])}")
-        compared = ratios(chosen, rows)
-        if compared:
-            cells = [_ratio_cells(row) for row in compared]
-            parts.append(
-                f"Over `{BASELINE}` at the same points and trees, geometric means:\n\n"
-                + table(RATIO_COLUMNS, cells)
-            )
-    parts += [part for part in (shares(rows), notes(rows, run.get("left_out", ()))) if part]
+    extra = (comparisons(rows), shares(rows), notes(rows, run.get("left_out", ())))
+    parts += [part for part in extra if part]
     if is_comparable(run["about"]):
         parts.append("## Goals\n\n" + goal_table(goals(rows)))
     else:
@@ -74,12 +78,10 @@ def point(row: Row) -> tuple[str, ...]:
     return (
         row["workload"],
         f"{row['fraction']:g}",
-        row["load"],
+        _load(row),
         row["policy"],
         row["tree"],
-        f"{row['output_tokens_per_second']:.0f}"
-        + "*" * bool(row["unfinished"])
-        + "^" * bool(row.get("late")),
+        _speed(row),
         *(_ms(of(row, *which)) for which in (("ttft", "p50"), ("ttft", "p99"))),
         *(_ms(of(row, *which)) for which in (("tpot", "p50"), ("tpot", "p99"))),
         f"{row['sequences_mean']:.0f}",
@@ -93,35 +95,94 @@ def point(row: Row) -> tuple[str, ...]:
     )
 
 
+def _load(row: Row) -> str:
+    """Its load, and whether it is a window of it."""
+    return row["load"] + ", steady" * (kind(row) == "steady")
+
+
+def _speed(row: Row) -> str:
+    """Throughput with its marks; of repeats the least and the greatest, and how many."""
+    found = f"{row['output_tokens_per_second']:.0f}"
+    found += "*" * bool(row["unfinished"]) + "^" * bool(row.get("late"))
+    every = speeds(row)
+    if len(every) > 1:
+        found += f" ({min(every):.0f} to {max(every):.0f}, {len(every)})"
+    return found
+
+
 def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{1000 * seconds:.4g}"
 
 
-def _ratio_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    names = ("throughput", "ttft_p99", "tpot_p50", "sequences")
+def comparisons(rows: Sequence[Row]) -> str:
+    """Pairs of rows by title, and geometric means by budget."""
+    parts = []
+    for title, select in COMPARISONS:
+        pairs = select(rows)
+        if pairs:
+            parts.append(f"{title}:\n\n{table(PAIR_COLUMNS, [_pair_cells(p) for p in pairs])}")
+    budgets = [_budget_cells(found) for found in by_budget(rows)]
+    if budgets:
+        parts.append(
+            f"Geometric means over `{BASELINE}` by memory fraction, requests at a rate not among "
+            f"them:\n\n{table(BUDGET_COLUMNS, budgets)}"
+        )
+    if any(not p.same_run for _, select in COMPARISONS for p in select(rows)):
+        parts.append("† of two runs, which differ by more than policies may.")
+    return "## Comparisons\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def _pair_cells(found: Pair) -> tuple[str, ...]:
+    row, base = found.row, found.base
     return (
-        row["policy"],
-        str(row["points"]),
-        *("–" if row[name] is None else f"{row[name]:.3f}x" for name in names),
+        row["workload"],
+        f"{row['fraction']:g}",
+        _load(row),
+        *(Setting(r["policy"], r["tree"]).name for r in (row, base)),
+        *(f"{r['output_tokens_per_second']:.0f}" for r in (row, base)),
+        f"{found.ratio:.3f}x" + "†" * (not found.same_run),
+        f"{found.low:.3f} to {found.high:.3f}, {found.rounds}" if found.rounds > 1 else "–",
+        "–" if found.equal is None else f"{found.equal:.3f}x",
+        "–" if found.first_tokens is None else f"{found.first_tokens:.2f}x lower",
+    )
+
+
+def _budget_cells(found: Budget) -> tuple[str, ...]:
+    return (
+        "all" if found.fraction is None else f"{found.fraction:g}",
+        "memory-bound" if found.bound else "headroom",
+        found.policy,
+        str(found.points),
+        f"{found.throughput:.3f}x",
+        f"{found.least:.3f}x",
+        *(
+            "–" if ratio is None else f"{ratio:.2f}x lower"
+            for ratio in (found.first_tokens, found.token)
+        ),
+        "–" if found.sequences is None else f"{found.sequences:.2f}x",
     )
 
 
 def shares(rows: Sequence[Row]) -> str:
-    """Share of the time that arrivals at a rate spend memory-bound, by budget."""
-    open_loop = [row for row in rows if row.get("rate") is not None and "error" not in row]
-    if not open_loop:
+    """Share of the time that arrivals at a rate spend memory-bound, and p99 TTFT, by budget."""
+    found = bursts(rows)
+    if not found:
         return ""
-    fractions = sorted({row["fraction"] for row in open_loop})
-    found: dict[tuple[str, ...], dict[float, float]] = {}
-    for row in open_loop:
-        key = (row["workload"], row["load"], row["policy"], row["tree"])
-        found.setdefault(key, {})[row["fraction"]] = row["memory_bound_share"]
-    cells = [
-        (*key, *(f"{by[f]:.1%}" if f in by else "–" for f in fractions))
-        for key, by in found.items()
-    ]
+    fractions = sorted({fraction for burst in found for fraction in burst.shares})
     columns = ("workload", "load", "policy", "tree", *(f"fraction {f:g}" for f in fractions))
-    return f"## Share of the time that memory kept requests out\n\n{table(columns, cells)}"
+
+    def cells(values: Callable[[Burst], Mapping[float, float]], form: Callable[[float], str]):
+        return [
+            (*b.key, *(form(values(b)[f]) if f in values(b) else "–" for f in fractions))
+            for b in found
+        ]
+
+    held = table(columns, cells(lambda b: b.shares, lambda share: f"{share:.1%}"))
+    tails = table(columns, cells(lambda b: b.first_tokens, _ms))
+    return (
+        f"## Share of the time that memory kept requests out\n\n{held}\n\n"
+        f"p99 TTFT of the same, milliseconds:\n\n{tails}"
+    )
 
 
 def notes(rows: Sequence[Row], left_out: Sequence[str]) -> str:
@@ -139,6 +200,11 @@ def notes(rows: Sequence[Row], left_out: Sequence[str]) -> str:
             "their first token had come then, and its TPOT is of those that ended."
         )
     settled = sorted({row["settle_seconds"] for row in rows if row.get("settle_seconds")})
+    if any(len(speeds(row)) > 1 for row in rows if "error" not in row):
+        lines.append(
+            "- Points were repeated: tokens/s are the median, in brackets the least, the greatest "
+            "and how many; the rest of a row is of the median one. Ratios are medians of rounds."
+        )
     if settled:
         lines.append(
             f"- Loads ran for {settled[0]:.1f} to {settled[-1]:.1f} s before they were counted: "

@@ -18,9 +18,19 @@ BASELINE = "snapshot"
 Row = Mapping[str, Any]
 
 
+def kind(row: Row) -> str:
+    """What a row's figures are of: a window of a "steady" state, or a "whole" run."""
+    return "steady" if row.get("settle_seconds") else "whole"
+
+
 def place(row: Row) -> tuple[Any, ...]:
     """What rows that are compared have in common beside the tree."""
-    return (row["workload"], row["fraction"], row["load"])
+    return (row["workload"], row["fraction"], row["load"], kind(row))
+
+
+def is_closed(row: Row) -> bool:
+    """Whether so many requests are at once: at a rate, throughput is that of the arrivals."""
+    return row.get("rate") is None
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
@@ -42,7 +52,7 @@ def is_bound(row: Row, base: Mapping[tuple[Any, ...], Row]) -> bool:
     twin = base.get(key_of(row), row)
     if row["policy"] == NONE:
         # Without drafts there is no snapshot to compare with: the point is bound if any tree's is.
-        twins = [b for key, b in base.items() if key[:3] == place(row)] or [row]
+        twins = [b for key, b in base.items() if key[:-1] == place(row)] or [row]
         return any(_short(b) for b in twins)
     return _short(twin)
 
@@ -57,40 +67,6 @@ def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     base = baselines(rows)
     bound = [row for row in measured(rows) if is_bound(row, base)]
     return bound, [row for row in measured(rows) if not is_bound(row, base)]
-
-
-def ratios(rows: Sequence[Row], all_rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Each policy over snapshots at the same points and trees: geometric means.
-
-    Args:
-        rows: those that are compared.
-        all_rows: where the baseline is looked up.
-
-    Returns:
-        For each policy: points, throughput (more is better), p99 TTFT, median TPOT and the means of
-        sequences at once, each as a ratio to the baseline.
-    """
-    base = {key: row for key, row in baselines(all_rows).items() if measured([row])}
-    found = []
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        pairs = [
-            (row, base[key_of(row)])
-            for row in rows
-            if row["policy"] == policy and key_of(row) in base
-        ]
-        if policy in (NONE, BASELINE) or not pairs:
-            continue
-        found.append(
-            {
-                "policy": policy,
-                "points": len(pairs),
-                "throughput": mean_ratio(pairs, lambda r: r["output_tokens_per_second"]),
-                "ttft_p99": mean_ratio(pairs, lambda r: of(r, "ttft", "p99")),
-                "tpot_p50": mean_ratio(pairs, lambda r: of(r, "tpot", "p50")),
-                "sequences": mean_ratio(pairs, lambda r: r["sequences_mean"]),
-            }
-        )
-    return found
 
 
 def of(row: Row, name: str, part: str) -> float | None:
