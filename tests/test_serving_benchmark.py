@@ -749,7 +749,8 @@ def test_runs_are_put_together():
     # What is compared across runs is marked, and has no rounds in common.
     runs = [a_run(repeated(policy, (4, 6, 8))) for policy in ("snapshot", "reconstruct")]
     found = merge(runs)
-    assert "1.000x†" in report.text(found) and "† of two runs" in report.text(found)
+    assert "1.000x†" in report.text(found)
+    assert "† of two runs" in report.text(found)
     assert compare.over_snapshots(found["rows"])[0].rounds == 1
     with pytest.raises(ValueError, match="dtype is a beside None"):
         merge([a_run(), a_run(dtype="a")])
