@@ -39,6 +39,10 @@ Differences of a few hundredths need --repeats: engines of one workload and frac
 beside each other as far as the memory holds them, and take turns, every round with other requests
 that are the same for all. A row has the median; ratios are taken round by round, and told with the
 least and the greatest of them. What time is left out of are the last rounds.
+
+--policy flashinfer-ucache, or --point with it, is this executor with the kernels of FlashInfer that
+commit as ReplaySSM does, for chains of 3 and 7 over --state-dtype bfloat16, if it is installed;
+they are checked against the float64 reference first.
 The parts are in `serving_bench/`.
 """
 
@@ -112,7 +116,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--point", nargs="+", help="WORKLOAD:FRACTION:POLICY:TREE:LOAD, alternatives joined by +")
     add("--workload", nargs="+", choices=list(points.WORKLOADS), help=f"of {WORKLOADS}: all")
     add("--fraction", type=float, nargs="+", help="of the memory (0.6 0.75 0.9)")
-    add("--policy", nargs="+", choices=points.POLICIES, help="none is no speculation (all)")
+    add(
+        "--policy",
+        nargs="+",
+        choices=(*points.POLICIES, *points.PEERS),
+        help="none is no speculation (all of ours)",
+    )
     add("--tree", nargs="+", help="lengths of chains, widths, auto (3 7 2,2,2 3,3,3 auto)")
     add("--concurrency", type=int, nargs="*", help="requests at once (1 2 4 ... 256)")
     add("--rate", type=float, nargs="+", default=[], help="requests a second (none)")
@@ -188,8 +197,19 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         args.laws = laws(args.law)
         for site in plan_of(args):
             site.setting.speculation(args.laws)
+            check_types(args, site.setting)
     except ValueError as error:
         parser.error(str(error))
+
+
+def check_types(args: argparse.Namespace, setting: points.Setting) -> None:
+    """Raises ValueError for types that a peer's kernels do not have."""
+    types = (args.dtype, args.state_dtype)
+    if setting.policy in points.PEERS and types != ("bfloat16", "bfloat16"):
+        raise ValueError(
+            f"{setting.policy}: expected --dtype and --state-dtype bfloat16, got {types[0]} and "
+            f"{types[1]}"
+        )
 
 
 def plan_of(args: argparse.Namespace) -> points.Plan:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .points import AUTO, NONE
+from .points import AUTO, NONE, PEERS
 from .repeats import SPEED, rounds_of
 from .split import BASELINE, Row, is_closed, key_of, mean_ratio, measured, of, place, split
 
@@ -202,6 +202,7 @@ Select = Callable[[Sequence[Row]], list[Pair]]
 COMPARISONS: tuple[tuple[str, Select], ...] = (
     ("`auto` over the better of chain 3 and no speculation", auto_over_best),
     ("`deferred` over `reconstruct`", lambda rows: over(rows, "deferred", "reconstruct")),
+    (f"`deferred` over `{PEERS[0]}`", lambda rows: over(rows, "deferred", PEERS[0])),
     (f"Over `{BASELINE}`", over_snapshots),
     ("Trees over chain 3", trees_over_chain),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from trtllm_treewy.runtime.engine import Engine
 from trtllm_treewy.runtime.memory_budget import MemoryBudget
 from trtllm_treewy.runtime.scheduler import BatchWait
 
+from . import ucache
 from .points import Site
 
 MAX_NUM_TOKENS = 8192
@@ -132,9 +134,14 @@ def build_site(
 
     Raises:
         MemoryError: it does not fit.
+        ucache.PeerError: its kernels are FlashInfer's, and cannot be used.
     """
     planned = plan_site(ground, site, batch_sizes, most)
-    with warnings.catch_warnings():
+    commits: AbstractContextManager[None] = nullcontext()
+    if site.setting.policy == ucache.NAME:
+        ucache.check_once(ground.device, planned.speculation.max_nodes)
+        commits = ucache.in_place_of_deferred()
+    with warnings.catch_warnings(), commits:
         warnings.simplefilter("ignore", UserWarning)  # said once for the whole run
         engine, report = build.build_engine(
             ground.config,

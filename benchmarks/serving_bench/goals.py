@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .compare import Budget, Pair, auto_over_best, by_budget, over
-from .points import NONE
+from .points import NONE, PEERS
 from .split import Row, kind, measured
 
 # vLLM 0.25.1 on one H200, 2026-11-29: Qwen3.5-35B-A3B, bf16 dummy weights, fp32 states, prefix
@@ -38,6 +38,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     bound = [b for b in budgets if b.bound]
     headroom = [b for b in budgets if not b.bound]
     deferred = "deferred over reconstruct at equal acceptance: the least ratio of throughputs"
+    peers = "deferred over FlashInfer's u-cache at equal acceptance: the least ratio of throughputs"
     auto = "auto over the better of chain 3 and no speculation: the least ratio of throughputs"
     return [
         *_against_vllm(rows),
@@ -45,6 +46,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         _first_tokens(bound),
         _throughput(headroom, "headroom: throughput of reconstruct", 0.99),
         _least(over(rows, "deferred", "reconstruct"), deferred, 1.0),
+        _least(over(rows, "deferred", PEERS[0]), peers, 1.0),
         _least(auto_over_best(rows), auto, 0.98),
     ]
 

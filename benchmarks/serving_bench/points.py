@@ -11,9 +11,13 @@ from trtllm_treewy.bench.load import MIN_LENGTH, SIGMA, LoadSpec
 from trtllm_treewy.draft_tree import TreeTopology
 from trtllm_treewy.llmapi import STATE_COMMITS, MTPDecodingConfig
 
+from . import ucache
+
 NONE = "none"
 AUTO = "auto"
 POLICIES = (NONE, *STATE_COMMITS)
+# What is measured beside them where it is asked for: others' commits, by our executor.
+PEERS = (ucache.NAME,)
 # `auto` chooses among the chains up to this one. The law of acceptance goes by depth and would
 # give all trees of one depth the same worth, so that there is nothing to choose among those.
 AUTO_DEPTH = 7
@@ -84,9 +88,15 @@ class Setting:
         widths = widths_of(self.tree)
         law = tuple(laws.get(self.tree) or default_law(self.tree))
         law += law[-1:] * (len(widths) - len(law))
+        if self.policy == ucache.NAME and self.tree not in ucache.TREES:
+            raise ValueError(
+                f"{self.policy}: expected a chain of {' or '.join(ucache.TREES)}, got {self.tree}"
+            )
         return MTPDecodingConfig(
             draft_tree_widths=widths,
-            state_commit=self.policy,
+            # Its rings take what a history of as many tokens and the stash take.
+            state_commit="deferred" if self.policy == ucache.NAME else self.policy,
+            deferred_history=ucache.WINDOW,
             simulated_acceptance=law[: len(widths)],
             tree_policy=AUTO if self.tree == AUTO else None,
         )
@@ -243,7 +253,7 @@ def chosen(items: Sequence[str], scale: float = 1.0) -> Plan:
             names, fractions, policies, trees, loads = parts
             if unknown := [name for name in names if name not in WORKLOADS]:
                 raise ValueError(f"no workload {unknown[0]!r}")
-            if unknown := [policy for policy in policies if policy not in POLICIES]:
+            if unknown := [p for p in policies if p not in (*POLICIES, *PEERS)]:
                 raise ValueError(f"no policy {unknown[0]!r}")
             found = product(
                 [WORKLOADS[name].scaled(scale) for name in names],

@@ -19,6 +19,7 @@ from .engines import Built, Ground, build_site, plan_site, release, wait
 from .measure import Effort, measure
 from .points import Arrivals, Plan, Point, Setting, Site
 from .repeats import combine
+from .ucache import PeerError
 from .warm import Compiles, warm_prompts
 
 # Sizes of captured steps where requests come at a rate.
@@ -136,6 +137,8 @@ class Session:
             built = build_site(self.ground, site, *limits_of(arrivals))
         except (MemoryError, torch.OutOfMemoryError) as error:
             return f"does not fit: {str(error)[:200]}"
+        except PeerError as error:
+            return str(error)[:200]
         say(f"{name_of(site)}: {built.slots} slots, {time.perf_counter() - started:.1f} s to build")
         self._warm(built, Point(site, arrivals[0]))
         return built
