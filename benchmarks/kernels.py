@@ -119,7 +119,7 @@ def measure(options: argparse.Namespace) -> Results:
 def sections(bench, options: argparse.Namespace, results: Results) -> dict[str, Callable]:
     """What is measured, by name, in order."""
     from kernel_bench import acceptance, commit_inputs, commits, convolution, deferred, prompts
-    from kernel_bench.peers import all_peers
+    from kernel_bench.peers import all_peers, ucache
     from kernel_bench.peers.measure import measure_peers
     from kernel_bench.verification import Verification
 
@@ -142,6 +142,7 @@ def sections(bench, options: argparse.Namespace, results: Results) -> dict[str, 
 
     def peers() -> None:
         results.absent.update(measure_peers(bench, all_peers(), quick))
+        results.absent.update(ucache.measure_steps(bench, ucache.step_cases(quick)))
 
     verify, commit = cases.verify_cases(quick), cases.commit_cases(quick)
     if options.tiles:

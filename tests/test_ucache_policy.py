@@ -14,6 +14,13 @@ from engine_world import CONFIG, VOCAB, tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+from kernel_bench.bench import Bench
+from kernel_bench.cases import Case, Dims
+from kernel_bench.floors import Rates
+from kernel_bench.goals import goals as kernel_goals
+from kernel_bench.peers import ucache as ucache_steps
+from kernel_bench.report import describe
+from kernel_bench.results import Results, Row
 from serving_bench import compare, engines, points, session, ucache
 from serving_bench.measure import Effort
 from serving_bench.points import Arrivals, Setting, Site, Workload
@@ -244,3 +251,64 @@ def test_its_rings_take_what_is_planned(kernel):
     pseudo_values = planned.pseudo_values - planned.conv_inputs
     assert policy.pool_bytes / 2 == pytest.approx(planned.history_pool + pseudo_values, rel=0.01)
     assert points.PEERS == (ucache.NAME,)
+
+
+# ------------------------------------------------------------------ kernels alone
+
+
+class Counting:
+    """A clock that only makes the calls."""
+
+    def us(self, calls, before):
+        before()
+        for call in calls:
+            call()
+        return 240.0
+
+
+@pytest.fixture
+def bench(kernel, monkeypatch):
+    monkeypatch.setattr(ucache, "check_once", lambda device, nodes: 0.002)
+    dims = Dims(key_heads=2, value_heads=4, key_dim=8, value_dim=8, layers=2)
+    return Bench(Counting(), Rates(1e12, 1e15), dims=dims, device="cpu")
+
+
+def test_steps_are_timed_over_a_whole_period(bench, kernel):
+    """Rings of 4, 8, 12 and 16 tokens for 4 nodes, of 4, 8 and 12 for 8: the last is folded."""
+    cases = [replace(c, batch=3) for c in ucache_steps.step_cases(True)]
+    assert ucache_steps.measure_steps(bench, cases) == {}
+    assert [(r.case.nodes, r.us, r.error) for r in bench.rows] == [
+        (4, 240.0 / 4 / 2, 0.002), (8, 240.0 / 3 / 2, 0.002),
+    ]  # fmt: skip
+    # Each folds once a period, of three rows and two layers: while it is checked, and timed.
+    assert kernel.folds == 2 * 2 * 3 * 2
+    assert "flashinfer-ucache: step, deferred" in describe(bench.rows[0])
+
+
+def test_steps_whose_rings_are_not_as_expected_are_not_timed(bench, monkeypatch):
+    monkeypatch.setattr(ucache.UCachePolicy, "commit", lambda *args: None)
+    ucache_steps.measure_steps(bench, ucache_steps.step_cases(True)[:1])
+    assert bench.rows[0].us is None
+    assert "rings hold [4, 4" in bench.rows[0].note
+
+
+def test_kernels_that_cannot_be_used_are_absent(bench, monkeypatch):
+    def absent(device, nodes):
+        raise ucache.PeerError("no cutlass")
+
+    monkeypatch.setattr(ucache, "check_once", absent)
+    cases = ucache_steps.step_cases(False)
+    assert ucache_steps.measure_steps(bench, cases) == {ucache.NAME: "no cutlass"}
+    assert bench.rows == []
+
+
+def test_the_goal_of_steps_is_judged_at_equal_precision():
+    """Pseudo-values in bfloat16, as the rings hold them."""
+    case = Case("step_deferred", "bf16", "chain", 4, 64, "bf16")
+    rows = [
+        Row(case, 30.0, 1.0), Row(replace(case, stash="fp32"), 90.0, 1.0),
+        Row(case, 40.0, 1.0, implementation=ucache.NAME),
+    ]  # fmt: skip
+    found = Results("X", "today", 1e12, rows=rows)
+    (goal,) = [g for g in kernel_goals(found) if "u-cache" in g.name]
+    assert (goal.met, goal.measured) == (True, "0.75x (4 nodes, batch 64)")

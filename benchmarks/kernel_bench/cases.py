@@ -122,9 +122,10 @@ def commit_cases(quick: bool) -> list[Case]:
 
 
 def step_cases(quick: bool) -> list[Case]:
-    """Whole steps, verification and commit, by policy."""
+    """Whole steps, verification and commit, by policy; chains as in peers that commit too."""
     return [
-        Case(operation, state, "tree", 16, batch, stash)
+        Case(operation, state, topology, nodes, batch, stash)
+        for topology, nodes in (("tree", 16), ("chain", 4), ("chain", 8))
         for state, stash in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))
         for batch in ((64,) if quick else (8, 64, 128))
         for operation in ("step_reconstruct", "step_deferred")

@@ -14,6 +14,9 @@ from .floors import Rates, Work, stash_bytes
 from .recorded import peer_us
 from .results import Results, Row
 
+# Of peers' steps; the same as `serving_bench.ucache.NAME`, which takes torch.
+UCACHE = "flashinfer-ucache"
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -196,3 +199,10 @@ def _commit_goals(results: Results) -> Iterator[Goal]:
         if whole is not None and row.us is not None:
             shares.append(Value(row.us / whole, f"{case.state} state, u {case.stash}"))
     yield at_most("batch 64, 16 nodes: deferred over reconstruct", 0.7, shares)
+    shares = []
+    for row in results.find(implementation=UCACHE, operation="step_deferred"):
+        ours = results.us(**vars(row.case))  # pseudo-values in bfloat16, as theirs
+        if ours is not None and row.us is not None:
+            where = f"{row.case.nodes} nodes, batch {row.case.batch}"
+            shares.append(Value(ours / row.us, where))
+    yield at_most("chains, bf16, u bf16: a deferred step over FlashInfer's u-cache", 1.0, shares)

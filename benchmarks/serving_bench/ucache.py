@@ -73,6 +73,9 @@ class UCachePolicy(CommitPolicy):
     Args:
         shape, state: as for every policy.
         stash_dtype, history_capacity: of `deferred`, in whose place it is made; not used.
+
+    Attributes:
+        width: tokens that the kernel takes of the largest trees.
     """
 
     name: ClassVar[str] = NAME
@@ -94,8 +97,8 @@ class UCachePolicy(CommitPolicy):
         self._length, self._base = (self._numbers(shape.slots + 1) for _ in range(2))
         # Of the rows of a step, where the kernel reads them.
         self._slot, self._lengths, self._bases = (self._numbers(shape.max_batch) for _ in range(3))
-        width = self._width(shape.max_nodes)
-        sizes = (shape.max_batch * width, shape.value_heads, shape.value_dim)
+        self.width = self._width(shape.max_nodes)
+        sizes = (shape.max_batch * self.width, shape.value_heads, shape.value_dim)
         # Padded rows are not written: what they hold must be finite.
         self._out = torch.zeros(sizes, dtype=kind, device=shape.device)
 
@@ -157,6 +160,16 @@ class UCachePolicy(CommitPolicy):
             pool[:, slot] = 0
         self._length[slot] = 0
         self._base[slot] = 0
+
+    def restart(self, length: int) -> None:
+        """As if every slot's ring held so many tokens, whatever they are."""
+        self._length.fill_(length)
+        self._base.zero_()
+
+    def held(self, slot: Tensor) -> list[int]:
+        """Tokens in the rings of `slot` (int32 [B]); waits for the device."""
+        found: list[int] = self._length[slot.long()].tolist()
+        return found
 
     @property
     def pool_bytes(self) -> int:
