@@ -525,6 +525,9 @@ def test_lines_of_a_plot():
     rows = [row("snapshot", 3, concurrency=8), row("snapshot", 5), row("none", 4, "none")]
     lines = plot.lines_of(rows, "concurrency", lambda r: r["output_tokens_per_second"])
     assert lines == {"snapshot 3": [(8.0, 3.0), (256.0, 5.0)], "none": [(256.0, 4.0)]}
+    window = row("snapshot", 6, settle_seconds=2.0)
+    lines = plot.lines_of([window], "concurrency", lambda r: r["output_tokens_per_second"])
+    assert lines == {"snapshot 3, steady": [(256.0, 6.0)]}
 
 
 def test_a_plot_is_drawn(tmp_path):
@@ -681,6 +684,24 @@ def test_engines_that_are_compared_stand_together(ground):
     tight = int((sizes[0].weights + sum(taken[:3]) - 1) / session.TOGETHER)
     assert grouped(a_session(ground, 2, tight)) == [
         ["none", "reconstruct"], ["snapshot", "deferred"]
+    ]  # fmt: skip
+
+
+def test_kernels_of_prompts_are_compiled_once(ground, monkeypatch):
+    """With the drafter's for the first that drafts; again where prompts are longer."""
+    warmed = []
+    monkeypatch.setattr(
+        session, "warm_prompts", lambda built, point, vocab: warmed.append(point.site)
+    )
+    monkeypatch.setattr(session, "measure", lambda built, point, *rest: point.to_dict())
+    made = a_session(replace(ground, captured=True, most=2), 1)
+    longer = Workload("longer", 12, 12, 0.0, 30)
+    ways = [("none", "none"), ("reconstruct", "3"), ("deferred", "3"), ("none", "none")]
+    plan = {site(*way): [Arrivals(1)] for way in ways[:3]}
+    plan |= {site(*way, workload=longer): [Arrivals(1)] for way in ways[2:]}
+    made.measure(plan)
+    assert [(s.workload.name, s.setting.policy) for s in warmed] == [
+        ("tiny", "none"), ("tiny", "reconstruct"), ("longer", "deferred"),
     ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .points import Setting
-from .split import Row, measured, of
+from .split import Row, kind, measured, of
 
 Lines = dict[str, list[tuple[float, float]]]
 
@@ -83,6 +83,6 @@ def lines_of(rows: Sequence[Row], by: str, value: Callable[[Row], float | None])
     for row in rows:
         found = value(row)
         if found is not None:
-            name = Setting(row["policy"], row["tree"]).name
+            name = Setting(row["policy"], row["tree"]).name + ", steady" * (kind(row) == "steady")
             lines.setdefault(name, []).append((float(row[by]), float(found)))
     return lines

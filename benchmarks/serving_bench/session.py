@@ -17,7 +17,7 @@ import torch
 
 from .engines import Built, Ground, build_site, plan_site, release, wait
 from .measure import Effort, measure
-from .points import Arrivals, Plan, Point, Setting, Site
+from .points import NONE, Arrivals, Plan, Point, Setting, Site
 from .repeats import combine
 from .ucache import PeerError
 from .warm import Compiles, warm_prompts
@@ -71,7 +71,7 @@ class Session:
     run: dict[str, Any]
     save: Callable[[], None]
     compiles: Compiles | None = None
-    _warmed: int = 0
+    _warmed: dict[bool, int] = field(default_factory=dict)
     _found: dict[Point, list[dict[str, Any]]] = field(default_factory=dict)
 
     def measure(self, plan: Plan) -> None:
@@ -144,13 +144,14 @@ class Session:
         return built
 
     def _warm(self, built: Built, point: Point) -> None:
-        """Compiles the kernels of prompts, unless an engine before has."""
-        longest = point.site.workload.max_len
-        if not self.ground.captured or longest <= self._warmed:
+        """Compiles the kernels of prompts, the drafter's too, unless an engine before has."""
+        longest, drafts = point.site.workload.max_len, point.site.setting.policy != NONE
+        done = max(self._warmed.get(True, 0), 0 if drafts else self._warmed.get(False, 0))
+        if not self.ground.captured or longest <= done:
             return
         started = time.perf_counter()
         warm_prompts(built, point, self.ground.config.vocab_size)
-        self._warmed = longest
+        self._warmed[drafts] = longest
         say(
             f"prompts of up to {longest} tokens, which compiles their kernels: "
             f"{time.perf_counter() - started:.1f} s"
