@@ -20,11 +20,11 @@ POINT_COLUMNS = (
 )  # fmt: skip
 PAIR_COLUMNS = (
     "workload", "fraction", "load", "this", "over", "tokens/s", "its", "ratio", "rounds",
-    "at equal acceptance", "TTFT p99",
+    "at equal acceptance", "its TTFT p99 over",
 )  # fmt: skip
 BUDGET_COLUMNS = (
-    "fraction", "points", "policy", "number", "tokens/s", "least", "TTFT p99", "TPOT p50",
-    "at once",
+    "fraction", "points", "policy", "number", "tokens/s", "least", "its TTFT p99 over",
+    "its TPOT p50 over", "at once",
 )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def _pair_cells(found: Pair) -> tuple[str, ...]:
         f"{found.ratio:.3f}x" + "†" * (not found.same_run),
         f"{found.low:.3f} to {found.high:.3f}, {found.rounds}" if found.rounds > 1 else "–",
         "–" if found.equal is None else f"{found.equal:.3f}x",
-        "–" if found.first_tokens is None else f"{found.first_tokens:.2f}x lower",
+        "–" if found.first_tokens is None else f"{found.first_tokens:.2f}x",
     )
 
 
@@ -155,10 +155,7 @@ def _budget_cells(found: Budget) -> tuple[str, ...]:
         str(found.points),
         f"{found.throughput:.3f}x",
         f"{found.least:.3f}x",
-        *(
-            "–" if ratio is None else f"{ratio:.2f}x lower"
-            for ratio in (found.first_tokens, found.token)
-        ),
+        *("–" if ratio is None else f"{ratio:.2f}x" for ratio in (found.first_tokens, found.token)),
         "–" if found.sequences is None else f"{found.sequences:.2f}x",
     )
 
