@@ -617,10 +617,11 @@ def check_commit_poison(machine, case):
     assert all(same_bits(state, states[0]) for state in states[1:])
 
 
-def check_deferred(machine, case, *, capacity, steps=6, stash=None):
+def check_deferred(machine, case, *, capacity, steps=6, stash=None, pad=(0, 0)):
     """Step after step the histories and states of the float64 reference; then all of it flushed.
 
-    `stash`: type of u in a history of what verification leaves, see `random_history`.
+    `stash`: type of u in a history of what verification leaves, see `random_history`. `pad`: of the
+    stash's u and k, see `spread`.
     """
     dims, slots = case.dims, case.state.shape[1]
     u_dtype, k_dtype = (stash, case.raw[0]["k"].dtype) if stash else (F32, F32)
@@ -645,7 +646,8 @@ def check_deferred(machine, case, *, capacity, steps=6, stash=None):
         u, k, g = case.stash(u_dtype)
         treewy.commit_deferred(exact, *truth, *case.trees, accepted, *wide(u, k, g))
         tree = [machine.put(x) for x in (*case.trees, accepted)]
-        machine.call("commit_deferred", state, *ours, *tree, *(machine.put(x) for x in (u, k, g)))
+        left = [spread(u, machine, pad=pad), spread(k, machine, pad=pad), machine.put(g)]
+        machine.call("commit_deferred", state, *ours, *tree, *left)
         assert torch.equal(ours[3].cpu(), truth[3])
         used = torch.arange(capacity) < truth[3][:, None]
         for name, mine, there in zip("ukg", ours, truth, strict=False):

@@ -290,6 +290,29 @@ def test_deferred_commit_equals_the_reference(host, capacity, state_dtype):
         suite.check_deferred(host, case, capacity=capacity, stash=state_dtype)
 
 
+@pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
+@pytest.mark.parametrize("capacity", [7, 16, 32])
+def test_histories_fold_by_tensor_cores(host, capacity, types):
+    """Warps with tiles of two value heads, of one and of none; u of both types; padded stashes."""
+    for index, dims in enumerate((Dims(1, 3, 128, 48), Dims(2, 2, 64, 16), Dims(1, 1, 128, 64))):
+        case = TreeCase(
+            capacity + index, dims, 9, dtype=types[0], state_dtype=types[1], layers=2,
+            decay=DECAYS[index], shape=("chain", "random", "levels")[index], pads=1,
+        )  # fmt: skip
+        suite.check_deferred(
+            host, case, capacity=capacity, stash=F32 if index == 1 else types[1],
+            pad=((0, 0), (1, 1), (8, 0))[index],
+        )  # fmt: skip
+
+
+def test_folds_by_blocks_of_several_key_heads(host):
+    """160 key heads a row, which 103 blocks share: keys are staged again for the next."""
+    case = TreeCase(
+        3, Dims(4, 4, 64, 16), 5, dtype=BF16, state_dtype=BF16, layers=40, batch=40, slots=42
+    )
+    suite.check_deferred(host, case, capacity=5, steps=2, stash=BF16)
+
+
 @pytest.mark.parametrize("types", [(BF16, BF16), (F16, F32)], ids=types_id)
 def test_a_history_longer_than_is_staged_at_once_is_folded(host, types):
     case = TreeCase(

@@ -40,8 +40,6 @@ constexpr int kHistoryChunk = 32;
 template <bool kHistory>
 inline constexpr int kChunk = kHistory ? kHistoryChunk : kPathChunk;
 
-constexpr float kNormEps = 1e-6f;
-
 // Of the blocks that a multiprocessor holds; the registers are shared out for them.
 template <typename Tile>
 constexpr int blocks_held() {
@@ -309,25 +307,6 @@ __device__ __forceinline__ void update_item(const UpdateParams& p, const Tile& t
         }
         tile.template store<kAtOnce>(row, after, 1.0f);
     }
-}
-
-// Entries of the row's history that are to be folded in; 0 if it stays.
-__device__ __forceinline__ int history_to_fold(const UpdateParams& p, int row, int slot,
-                                               PathMemory* path) {
-    const treewy_tree& tree = p.commit.tree;
-    const int capacity = p.history.capacity;
-    if (p.source == Source::kWholeHistory) {
-        if (!is_live_slot(slot, tree.num_slots)) return 0;
-        return clamp_length(p.history.length[slot], capacity);
-    }
-    const CommitRow found = read_row(tree, p.commit.accepted, row);
-    if (found.action != RowAction::kMove) return 0;
-    const int held = clamp_length(p.history.length[slot], capacity);
-    // Most rows, most steps: no path to a node is longer than the nodes up to it.
-    if (held == 0 || held + found.accepted < capacity) return 0;
-    const int added = find_path(found, path);
-    const HistoryPlan plan = plan_history(held, added, capacity);
-    return added > 0 && plan.fits && plan.fold ? held : 0;
 }
 
 // Paths of one chunk, or (kLong) those of more: the others' blocks leave.

@@ -3,8 +3,8 @@
 // Deferred commit: accepted paths are appended to a history of their slot, which is folded into the
 // state when a path has no room behind it; and the flush of histories.
 //
-// A deferred commit is three launches: fold the histories that have no room, append the paths, and
-// only then change the lengths, which the first two read in every layer.
+// A deferred commit is three launches: fold the histories that have no room (commit_fold.cu),
+// append the paths, and only then change the lengths, which the first two read in every layer.
 //
 // Threads. A block appends the path of one (layer, row) for some key heads and their value heads:
 // it finds the path once; u by quads of neighbours, k by a warp a node, normalised.
@@ -17,12 +17,12 @@
 // Predicted microseconds of a step at batch 64, 16 nodes, paths of 4, 4.28 TB/s, beyond
 // verification's own:
 //     H     entries found   reads        append      fold / period   all
-//     16    10              1.8 (3.1)    1.4 (2.4)   11  (22)        14  (27)
-//     24    14              2.6 (4.3)    1.4 (2.4)   8   (15)        12  (22)
-//     32    18              3.3 (5.5)    1.4 (2.4)   7   (11)        12  (19)
-// bfloat16 (float32) state; a fold of 32 entries is taken at 56 (88) us, as its multiplications are
-// by then as long as its bytes. Beyond 32 the reads grow as fast as the folds get fewer, and
-// verification would leave the kernel of short histories. Not measured yet.
+//     16    10              1.8 (3.1)    1.4 (2.4)   10  (20)        13  (25)
+//     24    14              2.6 (4.3)    1.4 (2.4)   7   (14)        11  (20)
+//     32    18              3.3 (5.5)    1.4 (2.4)   5.5 (10.5)      10  (18)
+// bfloat16 (float32) state; a fold is taken at 1.2 times the bytes of state and entries, which has
+// not been measured yet. Beyond 32 the reads grow as fast as the folds get fewer, and verification
+// would leave the kernel of short histories.
 //
 // Folds are looked for in every layer by few blocks: a row whose history has room for the nodes up
 // to the accepted one leaves after three reads.
@@ -33,7 +33,6 @@ namespace treewy {
 namespace {
 
 constexpr int kAppendThreads = 256;
-constexpr float kNormEps = 1e-6f;
 
 struct AppendParams {
     treewy_commit_params commit;
@@ -310,7 +309,7 @@ extern "C" treewy_status treewy_commit_deferred(const treewy_commit_deferred_par
     update.commit = commit;
     update.history = params->history;
     update.source = treewy::Source::kFullHistory;
-    status = treewy::launch_update(name, update, stream);
+    status = treewy::launch_fold(name, update, stream);
     return status == TREEWY_OK ? treewy::append(name, *params, stream) : status;
 }
 
@@ -335,7 +334,7 @@ extern "C" treewy_status treewy_flush_history(const treewy_flush_history_params*
     update.commit.state = p.state;
     update.history = p.history;
     update.source = treewy::Source::kWholeHistory;
-    status = treewy::launch_update(name, update, stream);
+    status = treewy::launch_fold(name, update, stream);
     if (status != TREEWY_OK) return status;
     return treewy::launch(name, treewy::clear_history, treewy::ceil_div(p.batch, treewy::kWarp),
                           treewy::kWarp, 0, stream, p);

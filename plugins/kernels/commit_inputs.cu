@@ -41,7 +41,6 @@ namespace {
 constexpr int kChunk = 16;  // nodes of the path in shared memory at a time
 constexpr int kMaxThreads = 256;
 constexpr int kAhead = 4;  // inputs of a channel that are asked for at once
-constexpr float kNormEps = 1e-6f;
 constexpr float kSmallestFactor = 0x1p-20f;
 
 struct InputsParams {

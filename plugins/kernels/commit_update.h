@@ -25,7 +25,29 @@ struct UpdateParams {
     bool k_aligned;
 };
 
+// Entries of the row's history that are to be folded in; 0 if it stays.
+__device__ __forceinline__ int history_to_fold(const UpdateParams& p, int row, int slot,
+                                               PathMemory* path) {
+    const treewy_tree& tree = p.commit.tree;
+    const int capacity = p.history.capacity;
+    if (p.source == Source::kWholeHistory) {
+        if (!is_live_slot(slot, tree.num_slots)) return 0;
+        return clamp_length(p.history.length[slot], capacity);
+    }
+    const CommitRow found = read_row(tree, p.commit.accepted, row);
+    if (found.action != RowAction::kMove) return 0;
+    const int held = clamp_length(p.history.length[slot], capacity);
+    // Most rows, most steps: no path to a node is longer than the nodes up to it.
+    if (held == 0 || held + found.accepted < capacity) return 0;
+    const int added = find_path(found, path);
+    const HistoryPlan plan = plan_history(held, added, capacity);
+    return added > 0 && plan.fits && plan.fold ? held : 0;
+}
+
 treewy_status launch_update(const char* name, UpdateParams params, treewy_stream stream);
+
+// Folds of histories by tensor cores where they can be (commit_fold.cu), or as any update.
+treewy_status launch_fold(const char* name, const UpdateParams& params, treewy_stream stream);
 
 // Whether quads at all multiples of the strides can be read at once.
 template <int kCount>

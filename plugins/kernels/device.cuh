@@ -185,6 +185,18 @@ treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid,
 
 #endif  // TREEWY_ON_HOST
 
+// A hint, so that the status does not matter: most of L1 as shared memory, for more blocks.
+template <typename Params>
+void prefer_shared_memory(void (*kernel)(Params)) {
+#if defined(TREEWY_ON_HOST)
+    static_cast<void>(kernel);
+#else
+    static_cast<void>(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                           cudaFuncAttributePreferredSharedMemoryCarveout,
+                                           cudaSharedmemCarveoutMaxShared));
+#endif
+}
+
 // ------------------------------------------------------------------ what launchers check
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -9,17 +9,6 @@
 
 namespace treewy {
 
-// A hint, so that the status does not matter: most of L1 as shared memory, for more blocks.
-inline void prefer_shared_memory(void (*kernel)(VerifyArgs)) {
-#if defined(TREEWY_ON_HOST)
-    static_cast<void>(kernel);
-#else
-    static_cast<void>(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                           cudaFuncAttributePreferredSharedMemoryCarveout,
-                                           cudaSharedmemCarveoutMaxShared));
-#endif
-}
-
 // 0 where they are not known, which is only a hint missed.
 inline int count_multiprocessors() {
 #if defined(TREEWY_ON_HOST)
