@@ -7,7 +7,9 @@
 // append the paths, and only then change the lengths, which the first two read in every layer.
 //
 // Threads. A block appends the path of one (layer, row) for some key heads and their value heads:
-// it finds the path once; u by quads of neighbours, k by a warp a node, normalised.
+// it finds the path once. Where the stash's rows can be copied as they are, a thread moves the same
+// 16 bytes of four nodes at once; else u goes by quads of neighbours, k by a warp a node,
+// normalised.
 //
 // A history keeps what the stash has, to the bit: u in its type (bfloat16 from float32 rounds) and,
 // in a type of 16 bits, raw keys, normalised where they are used; keys in float32 are normalised.
@@ -43,6 +45,8 @@ struct AppendParams {
     bool k_aligned;
     bool u_whole;  // four neighbours of the history's u, or k, can be written at once
     bool k_whole;
+    bool u_copied;  // rows of all heads move as they are, in 16 bytes
+    bool k_copied;
 };
 
 // Where a block's path goes.
@@ -84,6 +88,31 @@ __device__ __forceinline__ void store_four(void* data, int dtype, int64_t at, bo
     for (int c = 0; c < 4; ++c) to[c] = bits.x[c];
 }
 
+// A stretch of the path's rows as it is, `vectors` of 16 bytes: `from` of node 0, `to` of entry 0,
+// strides in bytes.
+__device__ __forceinline__ void copy_path(const void* from, int64_t node_stride, void* to,
+                                          int64_t entry_stride, int vectors, const Destination& at,
+                                          const int32_t* path) {
+    constexpr int kAtOnce = 4;
+    const int last = at.start + at.length - 1;
+    for (int i = static_cast<int>(threadIdx.x); i < vectors; i += kAppendThreads) {
+        const char* source = static_cast<const char*>(from) + 16 * i;
+        char* target = static_cast<char*>(to) + 16 * i;
+        for (int back = 0; back < at.length; back += kAtOnce) {
+            uint4 x[kAtOnce];
+#pragma unroll
+            for (int a = 0; a < kAtOnce; ++a) {
+                if (back + a < at.length) x[a] = load_once(source + path[back + a] * node_stride);
+            }
+#pragma unroll
+            for (int a = 0; a < kAtOnce; ++a) {
+                if (back + a >= at.length) continue;
+                *reinterpret_cast<uint4*>(target + (last - back - a) * entry_stride) = x[a];
+            }
+        }
+    }
+}
+
 // u of a unit range's value heads, quad by quad.
 __device__ __forceinline__ void append_u(const AppendParams& p, const Destination& to,
                                          const int32_t* path) {
@@ -95,6 +124,14 @@ __device__ __forceinline__ void append_u(const AppendParams& p, const Destinatio
     const int of_node = (to.stop_unit - to.first_unit) * group * quads;
     const int64_t source = to.layer * stash.u_stride[0] + to.row * stash.u_stride[1];
     const int64_t target = to.layer * history.u_stride[0] + to.slot * history.u_stride[1];
+    if (p.u_copied) {
+        const int bytes = history.u_dtype == TREEWY_FLOAT32 ? 4 : 2, first = head0 * pool.value_dim;
+        copy_path(element_at(stash.u, stash.u_dtype, source + first), stash.u_stride[2] * bytes,
+                  static_cast<char*>(history.u) + (target + first) * bytes,
+                  int64_t{pool.value_heads} * pool.value_dim * bytes, of_node * 4 * bytes / 16, to,
+                  path);
+        return;
+    }
 #pragma unroll 4
     for (int i = threadIdx.x; i < to.length * of_node; i += kAppendThreads) {
         const int back = i / of_node, head = head0 + i % of_node / quads, q = i % quads;
@@ -136,6 +173,13 @@ __device__ __forceinline__ void append_k(const AppendParams& p, const Destinatio
     const int units = to.stop_unit - to.first_unit, key_dim = pool.key_dim;
     const int64_t source = to.layer * stash.k_stride[0] + to.row * stash.k_stride[1];
     const int64_t target = to.layer * history.k_stride[0] + to.slot * history.k_stride[1];
+    if (p.k_copied) {
+        const int first = to.first_unit * key_dim;
+        copy_path(element_at(stash.k, stash.k_dtype, source + first), stash.k_stride[2] * 2,
+                  static_cast<char*>(history.k) + (target + first) * 2,
+                  int64_t{pool.key_heads} * key_dim * 2, units * key_dim * 2 / 16, to, path);
+        return;
+    }
     const bool normalize = stash.k_normalized == 0 && history.k_dtype == TREEWY_FLOAT32;
     for (int i = static_cast<int>(threadIdx.x) / kWarp; i < to.length * units;
          i += kAppendThreads / kWarp) {
@@ -271,21 +315,41 @@ treewy_status check_keys(const char* name, const treewy_stash& stash,
                 stash.k_normalized == 0 ? "" : " and normalised");
 }
 
+// Whether rows of all heads of `dim` elements can be copied as they are, in 16 bytes.
+template <int kStrides>
+bool is_copied(const void* from, int from_dtype, const int64_t (&stride)[kStrides], const void* to,
+               int to_dtype, const int64_t (&to_stride)[2], int dim) {
+    const int bytes = dtype_bytes(to_dtype);
+    bool whole = from_dtype == to_dtype && stride[kStrides - 1] == dim && dim * bytes % 16 == 0 &&
+                 is_aligned(from, 16) && is_aligned(to, 16);
+    for (const int64_t step : stride) whole = whole && step * bytes % 16 == 0;
+    for (const int64_t step : to_stride) whole = whole && step * bytes % 16 == 0;
+    return whole;
+}
+
 treewy_status append(const char* name, const treewy_commit_deferred_params& params,
                      treewy_stream stream) {
     constexpr int64_t kEnoughBlocks = 2048;
     const treewy_stash& stash = params.commit.stash;
     const treewy_state_pool& pool = params.commit.state;
     const treewy_history& history = params.history;
-    AppendParams p{params.commit, history, 0, 0, false, false, false, false};
+    AppendParams p{};
+    p.commit = params.commit;
+    p.history = history;
     p.u_whole = is_quad_layout(history.u, history.u_dtype, history.u_stride);
     p.k_whole = is_quad_layout(history.k, history.k_dtype, history.k_stride);
     p.u_aligned = is_quad_layout(stash.u, stash.u_dtype, stash.u_stride);
     p.k_aligned = is_quad_layout(stash.k, stash.k_dtype, stash.k_stride);
+    p.u_copied = is_copied(stash.u, stash.u_dtype, stash.u_stride, history.u, history.u_dtype,
+                           history.u_stride, pool.value_dim);
+    p.k_copied = history.k_dtype != TREEWY_FLOAT32 &&  // others are normalised
+                 is_copied(stash.k, stash.k_dtype, stash.k_stride, history.k, history.k_dtype,
+                           history.k_stride, pool.key_dim);
     const int64_t pairs = int64_t{pool.layers} * params.commit.tree.batch;
     const int64_t units = pairs * pool.key_heads / kEnoughBlocks;
-    p.units = static_cast<int>(units < 1 ? 1 : (units < pool.key_heads ? units : pool.key_heads));
-    p.parts = static_cast<int>(ceil_div(pool.key_heads, p.units));
+    const int64_t most = units < 1 ? 1 : (units < pool.key_heads ? units : pool.key_heads);
+    p.parts = static_cast<int>(ceil_div(pool.key_heads, most));
+    p.units = static_cast<int>(ceil_div(pool.key_heads, p.parts));  // alike
     const treewy_status status =
         launch(name, append_paths, pairs * p.parts, kAppendThreads, 0, stream, p);
     if (status != TREEWY_OK) return status;
