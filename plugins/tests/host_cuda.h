@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bitset>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -81,6 +82,7 @@ constexpr size_t kStackBytes = 128 * 1024;   // of a thread
 struct NamedBarrier {
     int arrived = 0;
     int expected = 0;
+    std::bitset<kMaxThreads> who;
 };
 
 constexpr int kBarriers = 16;
@@ -103,6 +105,7 @@ struct Machine {
 };
 
 inline Machine machine;
+inline int multiprocessors = 132;
 inline const char* last_kernel = "";  // mangled name of the kernel launched last
 
 inline Fiber& fiber() { return *machine.fibers[machine.current]; }
@@ -280,6 +283,7 @@ struct BlockIndex {
 inline BlockIndex block_index() {
     return {machine.block % machine.blocks_x, machine.block / machine.blocks_x};
 }
+inline ThreadIndex grid_dim() { return {machine.blocks_x}; }
 inline ThreadIndex block_dim() { return {static_cast<unsigned>(machine.threads)}; }
 
 // What the other lanes gave, once all lanes of the warp have given theirs.
@@ -335,6 +339,7 @@ inline void mma(float (&sum)[4], const uint32_t (&operands)[6]) {
 #define threadIdx (host_cuda::thread_index())
 #define blockIdx (host_cuda::block_index())
 #define blockDim (host_cuda::block_dim())
+#define gridDim (host_cuda::grid_dim())
 
 inline void __syncthreads() { host_cuda::yield(host_cuda::Wait::kBlock); }
 template <typename T>
@@ -402,10 +407,16 @@ extern "C" inline cudaError_t cudaGetDevice(int* device) {
     *device = 0;
     return cudaSuccess;
 }
+// For tests of kernels whose blocks stay: how many of them there are at most.
+extern "C" __attribute__((used, visibility("default"))) inline void host_cuda_set_multiprocessors(
+    int count) {
+    host_cuda::multiprocessors = count;
+}
+
 extern "C" inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
     *value = what == cudaDevAttrMaxSharedMemoryPerBlockOptin
                  ? static_cast<int>(host_cuda::kSharedBytes)
-                 : 132;
+                 : host_cuda::multiprocessors;
     return cudaSuccess;
 }
 extern "C" inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
@@ -472,8 +483,12 @@ inline uint32_t transpose_matrix(uint32_t word) {
 inline float fast_exp2(float x) { return std::exp2(x); }
 inline float fast_reciprocal(float x) { return 1.0f / x; }
 inline void arrive_at(int id, int threads) {
+    host_cuda::yield(host_cuda::Wait::kWarp);  // where a warp may be late
     host_cuda::NamedBarrier& barrier = host_cuda::machine.barriers[id];
     if (barrier.arrived > 0 && barrier.expected != threads) host_cuda::die("threads of a barrier");
+    // A thread that only says that it is there may come again before the others have come once.
+    if (barrier.who[host_cuda::machine.current]) host_cuda::die("a thread twice at a barrier");
+    barrier.who.set(host_cuda::machine.current);
     barrier.expected = threads;
     ++barrier.arrived;
 }
