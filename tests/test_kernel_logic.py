@@ -143,21 +143,35 @@ def test_verify_of_the_largest_tree(host):
     suite.check_no_worse_than_recurrence(host, case)
 
 
-@pytest.mark.parametrize("index", range(3))
-def test_verify_by_the_inverse_of_the_whole_matrix(host, host_library, index):
-    """The kernel of float32 states and 17 to 48 nodes, which takes the wide tile."""
-    nodes = (17, 33, 48)[index]
+@pytest.fixture
+def few_multiprocessors(host_library):
+    """So few that the blocks of a kernel whose blocks stay have several turns each."""
+    host_library._library.host_cuda_set_multiprocessors(2)
+    yield
+    host_library._library.host_cuda_set_multiprocessors(132)
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_verify_by_blocks_that_take_head_after_head(host, host_library, few_multiprocessors, index):
+    """The kernel of 17 to 48 nodes, which takes the wide tile: more turns than stages."""
+    nodes = (17, 33, 48, 41, 40, 32)[index]
     case = TreeCase(
-        nodes, Dims(1, 1 + index % 2, 128, 128), nodes, dtype=(BF16, F16)[index % 2],
-        decay=DECAYS[index], shape=("random", "chain", "levels")[index], batch=2, pads=index % 2,
+        nodes, Dims(1, 1 + index % 2, 128, (128, 256)[index % 3 == 1]), nodes,
+        dtype=(BF16, F16)[index % 2], state_dtype=(F32, BF16, F32, BF16, BF16, BF16)[index],
+        decay=DECAYS[index % len(DECAYS)], shape=("random", "chain", "levels")[index % 3],
+        batch=(9, 3, 8, 4, 5, 8)[index], slots=12, pads=index % 2,
     )  # fmt: skip
     with suite.verify_tile(host_library, 2):
         suite.check_verify(host, case, pad=((0, 0), (8, 8))[index % 2])
+        assert "stream" in kernel_name(host_library)
         suite.check_verify_poison(host, case, (float("nan"), float("inf"))[index % 2])
 
 
-def test_verify_of_paths_by_the_inverse_of_the_whole_matrix(host, host_library):
-    case = TreeCase(4, Dims(1, 1, 128, 128), 33, dtype=BF16, batch=2)
+@pytest.mark.parametrize("state_dtype", [F32, BF16], ids=str)
+def test_verify_of_paths_by_blocks_that_take_head_after_head(
+    host, host_library, few_multiprocessors, state_dtype
+):
+    case = TreeCase(4, Dims(1, 1, 128, 128), 33, dtype=BF16, state_dtype=state_dtype, batch=5)
     with suite.verify_tile(host_library, 2):
         suite.check_verify_oracle(host, case)
 

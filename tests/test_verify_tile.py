@@ -18,9 +18,9 @@ def ask(ask_header):
     return ask_header("kernels/tree_verify_plan.h")
 
 
-def choice(batch, nodes, *, value_dim=128, state_bytes=2, terms=1, heads=32, whole=False):
+def choice(batch, nodes, *, value_dim=128, state_bytes=2, terms=1, heads=32, stream=False):
     shape = f"{{128, {value_dim}, {nodes}, 0, 2, {state_bytes}, 2}}"
-    sizes = f"{shape}, {terms}, {str(whole).lower()}, {batch * heads}"
+    sizes = f"{shape}, {terms}, {str(stream).lower()}, {batch * heads}"
     return f"choose_tile({sizes}, {H200_MULTIPROCESSORS})"
 
 
@@ -38,7 +38,7 @@ def short(nodes, capacity, *, state_bytes, u_bytes=None):
     u_bytes, terms = u_bytes or state_bytes, 3 if state_bytes == 4 else 2
     tile = ROWS_128 if state_bytes == 2 else ROWS_64
     shape = f"VerifyShape{{128, 128, {nodes}, {capacity}, 2, {state_bytes}, {terms}, {u_bytes}, 2}}"
-    return f"choose_layout({shape}, {tile}, true, {H200_BLOCK})"
+    return f"choose_layout({shape}, {tile}, false, true, {H200_BLOCK})"
 
 
 def test_short_histories_leave_room_for_four_blocks(ask):
@@ -93,36 +93,48 @@ def test_a_float32_state_is_wide_for_few_nodes_alone(ask):
 
 
 def test_a_float32_state_whose_matrix_is_inverted_at_once_is_wide(ask):
-    asked = [choice(batch, 40, state_bytes=4, whole=True) for batch in (1, 4, 8, 64)]
+    asked = [choice(batch, 40, state_bytes=4, stream=True) for batch in (1, 4, 8, 64)]
     assert ask(*asked) == [ROWS_64, ROWS_64, ROWS_128, ROWS_128]
 
 
-def whole(nodes, *, state_bytes=4, input_bytes=2, history=0, key_dim=128, value_dim=128):
+def stream(nodes, *, state_bytes=4, input_bytes=2, history=0, key_dim=128, value_dim=128):
     terms = 3 if 4 in (state_bytes, input_bytes) else 2
     return f"{{{key_dim}, {value_dim}, {nodes}, {history}, {input_bytes}, {state_bytes}, {terms}}}"
 
 
-def test_which_matrices_are_inverted_at_once(ask):
-    taken = [whole(17), whole(40), whole(48, value_dim=256)]
-    left = [whole(16), whole(49), whole(40, state_bytes=2), whole(40, input_bytes=4)]
-    left += [whole(40, history=8), whole(40, key_dim=64), whole(40, value_dim=64)]
-    answers = ask(*(f"inverts_whole(VerifyShape{x})" for x in (*taken, *left)))
+def test_which_trees_are_for_blocks_that_stay(ask):
+    taken = [stream(17), stream(48), stream(48, value_dim=256)]
+    taken += [stream(17, state_bytes=2), stream(48, state_bytes=2)]
+    left = [stream(16), stream(49), stream(40, input_bytes=4), stream(40, history=8)]
+    left += [stream(40, key_dim=64), stream(40, value_dim=64)]
+    answers = ask(*(f"streams(VerifyShape{x}, {H200_BLOCK})" for x in (*taken, *left)))
     assert answers == [1] * len(taken) + [0] * len(left)
+    small = 101376  # of a block of sm_89
+    assert not any(ask(*(f"streams(VerifyShape{x}, {small})" for x in taken)))
 
 
-def test_an_inverted_matrix_takes_the_wide_tile_of_aligned_tensors_that_fit(ask):
-    layouts = [
-        f"choose_layout({whole(40)}, {tile}, {aligned}, {shared}).whole"
-        for tile, aligned, shared in (
-            (ROWS_128, "true", H200_BLOCK),
-            (ROWS_128, "false", H200_BLOCK),
-            (ROWS_64, "true", H200_BLOCK),
-            (ROWS_128, "true", 101376),  # of sm_89
-        )
-    ]
-    assert ask(*layouts) == [1, 0, 0, 0]
-    total = ask(f"choose_layout({whole(48)}, {ROWS_128}, true, {H200_BLOCK}).total")[0]
-    assert H200_SHARED // (total + 1024) == 2
+def test_blocks_stay_where_each_has_some_heads(ask):
+    counts = (131, 132, 527, 528)
+    for state_bytes, enough in ((4, [0, 1, 1, 1]), (2, [0, 0, 0, 1])):
+        shape = f"VerifyShape{stream(40, state_bytes=state_bytes)}"
+        asked = (f"enough_turns({shape}, {n}, {H200_MULTIPROCESSORS})" for n in counts)
+        assert ask(*asked) == enough
+
+
+@pytest.mark.parametrize("state_bytes", [2, 4])
+@pytest.mark.parametrize("nodes", [17, 32, 33, 48])
+def test_the_memory_of_blocks_that_stay(ask, nodes, state_bytes):
+    """Places for whole states, a stage for either group at least, and no more than a block has."""
+    shape = f"VerifyShape{stream(nodes, state_bytes=state_bytes)}"
+    names = ("places", "stages", "first_stage", "stage_bytes", "total")
+    places, stages, first, size, total = ask(*(f"stream_layout({shape}).{x}" for x in names))
+    assert places > 0
+    assert places % state_bytes == 0  # parts of a state
+    assert stages in (2, 3)
+    assert first == places * 128 * 128
+    assert total == first + stages * size <= H200_BLOCK
+    (taken,) = ask(f"choose_layout({shape}, {ROWS_128}, true, true, {H200_BLOCK}).total")
+    assert taken == total
 
 
 def test_what_has_no_wide_tile_takes_the_narrow_one(ask):

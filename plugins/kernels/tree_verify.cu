@@ -207,19 +207,21 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
                             dtype_bytes(p.history.u_dtype),
                             dtype_bytes(p.history.k_dtype)};
     int tile = p.tile;
+    bool stays = streams(shape, device.shared_bytes) && all_aligned(p, kWide);
     if (tile == TREEWY_VERIFY_AUTO) {
-        tile = choose_tile(shape, terms, inverts_whole(shape) && all_aligned(p, kWide), heads,
-                           device.multiprocessors);
+        stays = stays && enough_turns(shape, heads, device.multiprocessors);
+        tile = choose_tile(shape, terms, stays, heads, device.multiprocessors);
     } else if (!tile_exists(tile, p.state.value_dim, terms)) {
         return fail(TREEWY_UNSUPPORTED, "%s: tile %d is not for value_dim %d and dtype %d", kName,
                     tile, p.state.value_dim, p.dtype);
     }
     // The only one for what is not aligned.
     if (!all_aligned(p, tile)) tile = TREEWY_VERIFY_ROWS_64;
-    VerifyLayout layout = choose_layout(shape, tile, all_aligned(p, tile), device.shared_bytes);
+    VerifyLayout layout =
+        choose_layout(shape, tile, stays, all_aligned(p, tile), device.shared_bytes);
     if (layout.total > device.shared_bytes && p.tile == TREEWY_VERIFY_AUTO) {
         tile = TREEWY_VERIFY_ROWS_64;
-        layout = choose_layout(shape, tile, all_aligned(p, tile), device.shared_bytes);
+        layout = choose_layout(shape, tile, stays, all_aligned(p, tile), device.shared_bytes);
     }
     if (layout.total > device.shared_bytes) {
         return fail(
@@ -228,13 +230,14 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
             "has %d: lower max_nodes or the history's capacity, or use 16-bit types",
             kName, p.tree.max_nodes, p.state.key_dim, layout.total, device.shared_bytes);
     }
+    const VerifyPlan plan{tile, layout, device.multiprocessors};
     switch (p.dtype) {
         case TREEWY_FLOAT32:
-            return verify_float32(tile, p, layout, stream);
+            return verify_float32(p, plan, stream);
         case TREEWY_FLOAT16:
-            return verify_float16(tile, p, layout, stream);
+            return verify_float16(p, plan, stream);
         default:
-            return verify_bfloat16(tile, p, layout, stream);
+            return verify_bfloat16(p, plan, stream);
     }
 }
 

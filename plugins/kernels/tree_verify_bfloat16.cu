@@ -6,9 +6,9 @@
 
 namespace treewy {
 
-treewy_status verify_bfloat16(int tile, const treewy_tree_verify_params& p,
-                              const VerifyLayout& layout, treewy_stream stream) {
-    return launch_state<__nv_bfloat16>(tile, p, layout, stream);
+treewy_status verify_bfloat16(const treewy_tree_verify_params& p, const VerifyPlan& plan,
+                              treewy_stream stream) {
+    return launch_state<__nv_bfloat16>(p, plan, stream);
 }
 
 }  // namespace treewy

@@ -15,6 +15,13 @@ struct NodeStrides {
     int head;
 };
 
+// How a block's turns follow each other where it has several (tree_verify_stream.cuh).
+struct TurnSteps {
+    int across;  // turns of a row of the batch
+    int rows;    // that as many turns pass as there are blocks, whole ones
+    int blocks;  // and turns beside
+};
+
 struct VerifyArgs {
     treewy_tree_verify_params params;
     NodeStrides q, k, v, out, u;
@@ -22,6 +29,7 @@ struct VerifyArgs {
     uint32_t tiles_inverse;  // 2^32 over the blocks that share a value head
     uint32_t ratio_inverse;  // 2^32 over the value heads that share a key head
     uint32_t first_blocks;   // those that find room on the device at once
+    TurnSteps turns;
 };
 
 // 2^32 / divisor, rounded up; 0 for 1.
@@ -144,6 +152,7 @@ struct Shared {
     uint32_t* related;
     int* not_finite;
     int* votes;
+    int* nodes;  // of a stage
     int mask_words;
 };
 
@@ -153,11 +162,7 @@ __device__ __forceinline__ int node_blocks(const VerifyArgs& args) {
     return Types::kNodeBlocks > 0 ? Types::kNodeBlocks : args.layout.node_blocks;
 }
 
-template <typename Types>
-__device__ __forceinline__ Shared place_shared(const VerifyLayout& general) {
-    unsigned char* base = shared_memory();
-    constexpr VerifyLayout kFixed = Types::kLayout;
-    const VerifyLayout& layout = Types::kNodeBlocks > 0 ? kFixed : general;
+__device__ __forceinline__ Shared place_shared(const VerifyLayout& layout, unsigned char* base) {
     Shared at;
     at.state = base + layout.state;
     at.keys = base + layout.keys;
@@ -180,8 +185,15 @@ __device__ __forceinline__ Shared place_shared(const VerifyLayout& general) {
     at.related = reinterpret_cast<uint32_t*>(base + layout.related);
     at.not_finite = reinterpret_cast<int*>(base + layout.not_finite);
     at.votes = at.not_finite + 1;
+    at.nodes = at.not_finite;
     at.mask_words = layout.mask_words;
     return at;
+}
+
+template <typename Types>
+__device__ __forceinline__ Shared place_shared(const VerifyLayout& general) {
+    constexpr VerifyLayout kFixed = Types::kLayout;
+    return place_shared(Types::kNodeBlocks > 0 ? kFixed : general, shared_memory());
 }
 
 // Node blocks [first, first + count), whose weights and queries lie in shared memory.

@@ -3,31 +3,28 @@
 // From a type of the inputs to the kernel: state, head dim, tile, nodes.
 #pragma once
 
+#include <algorithm>
+
+#include "tree_verify_kernel.cuh"
 #include "tree_verify_launch.h"
 #include "tree_verify_small.cuh"
-#include "tree_verify_whole.cuh"
+#include "tree_verify_stream.cuh"
 
 namespace treewy {
-
-// 0 where they are not known, which is only a hint missed.
-inline int count_multiprocessors() {
-#if defined(TREEWY_ON_HOST)
-    return 1;
-#else
-    int device = 0, count = 0;
-    if (cudaGetDevice(&device) != cudaSuccess) return 0;
-    static_cast<void>(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
-#endif
-}
 
 inline NodeStrides node_strides(const int64_t (&stride)[3]) {
     return {static_cast<int>(stride[1]), static_cast<int>(stride[2])};
 }
 
+inline TurnSteps turn_steps(int across, const Grid& grid) {
+    const int blocks = static_cast<int>(grid.x);
+    return {across, blocks / across, blocks % across};
+}
+
 template <typename Types>
 treewy_status launch_kernel(void (*kernel)(VerifyArgs), const treewy_tree_verify_params& p,
-                            const VerifyLayout& layout, treewy_stream stream) {
+                            const VerifyPlan& plan, const VerifyLayout& layout, const Grid& grid,
+                            treewy_stream stream) {
     prefer_shared_memory(kernel);
     const int tiles = p.state.value_dim / Types::kRows;
     const int ratio = p.state.value_heads / p.state.key_heads;
@@ -40,103 +37,125 @@ treewy_status launch_kernel(void (*kernel)(VerifyArgs), const treewy_tree_verify
                     layout,
                     inverse_of(tiles),
                     inverse_of(ratio),
-                    static_cast<uint32_t>(count_multiprocessors() * Types::kMinBlocks)};
+                    static_cast<uint32_t>(plan.multiprocessors * Types::kMinBlocks),
+                    turn_steps(p.state.value_heads * tiles, grid)};
     // treewy_history is of all layers: of its strides the slot's counts here.
     args.params.history.u_stride[0] = p.history.u_stride[1];
     args.params.history.k_stride[0] = p.history.k_stride[1];
     args.params.history.g_stride[0] = p.history.g_stride[1];
-    const Grid grid(int64_t{p.state.value_heads} * tiles, p.tree.batch);
     return launch(kVerifyName, kernel, grid, Types::kThreads, static_cast<size_t>(layout.total),
                   stream, args, Start::kOverlapping);
 }
 
+// A block a value head of a row and Types::kRows of V.
 template <typename Types>
-treewy_status launch_types(const treewy_tree_verify_params& p, const VerifyLayout& layout,
-                           treewy_stream stream) {
-    return launch_kernel<Types>(tree_verify_kernel<Types>, p, layout, stream);
+Grid grid_of(const treewy_tree_verify_params& p) {
+    return {int64_t{p.state.value_heads} * (p.state.value_dim / Types::kRows), p.tree.batch};
 }
 
-template <typename Input>
-treewy_status launch_whole(const treewy_tree_verify_params& p, const VerifyLayout& layout,
+template <typename Types>
+treewy_status launch_types(const treewy_tree_verify_params& p, const VerifyPlan& plan,
                            treewy_stream stream) {
-    if (layout.node_blocks == 2) {
-        using Types = WholeTypes<Input, 2>;
-        return launch_kernel<Types>(tree_verify_whole_kernel<Types>, p, layout, stream);
+    return launch_kernel<Types>(tree_verify_kernel<Types>, p, plan, plan.layout, grid_of<Types>(p),
+                                stream);
+}
+
+template <typename Types>
+treewy_status launch_small(const treewy_tree_verify_params& p, const VerifyPlan& plan,
+                           const VerifyLayout& layout, treewy_stream stream) {
+    return launch_kernel<Types>(tree_verify_small_kernel<Types>, p, plan, layout, grid_of<Types>(p),
+                                stream);
+}
+
+// A block a multiprocessor, where there is so much to do.
+template <typename Input, typename State, int kHalves>
+treewy_status launch_stream(const treewy_tree_verify_params& p, const VerifyPlan& plan,
+                            treewy_stream stream) {
+    using Types = StreamTypes<Input, State, kHalves>;
+    const Grid all = grid_of<Types>(p);
+    const int64_t blocks = std::min(all.x * all.y, int64_t{plan.multiprocessors});
+    return launch_kernel<Types>(tree_verify_stream_kernel<Types>, p, plan, plan.layout,
+                                Grid(blocks), stream);
+}
+
+template <typename Input, typename State>
+treewy_status launch_streams(const treewy_tree_verify_params& p, const VerifyPlan& plan,
+                             treewy_stream stream) {
+    switch ((p.tree.max_nodes + 7) / 8) {
+        case 3:
+            return launch_stream<Input, State, 3>(p, plan, stream);
+        case 4:
+            return launch_stream<Input, State, 4>(p, plan, stream);
+        case 5:
+            return launch_stream<Input, State, 5>(p, plan, stream);
+        default:
+            return launch_stream<Input, State, 2 * kMaxStream>(p, plan, stream);
     }
-    using Types = WholeTypes<Input, 3>;
-    return launch_kernel<Types>(tree_verify_whole_kernel<Types>, p, layout, stream);
-}
-
-template <typename Types>
-treewy_status launch_small(const treewy_tree_verify_params& p, const VerifyLayout& layout,
-                           treewy_stream stream) {
-    return launch_kernel<Types>(tree_verify_small_kernel<Types>, p, layout, stream);
 }
 
 // At most 16 nodes, none or a short history: for the head dim of the models there are.
 template <typename Input, typename State, int kKeyDim, int kTiles, int kWarps>
-treewy_status launch_blocks(const treewy_tree_verify_params& p, const VerifyLayout& layout,
+treewy_status launch_blocks(const treewy_tree_verify_params& p, const VerifyPlan& plan,
                             treewy_stream stream) {
     if constexpr (kKeyDim == 128 && sizeof(Input) == 2) {
         const bool few = small_rows(p.tree.max_nodes) < kNodeBlock;
         if constexpr (sizeof(State) == 2 || kWarps == 4) {
-            if (layout.short_history) {
+            if (plan.layout.short_history) {
                 using Few = VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kEightAfter>;
                 using Types =
                     VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kSixteenAfter>;
-                return few ? launch_small<Few>(p, layout, stream)
-                           : launch_small<Types>(p, layout, stream);
+                return few ? launch_small<Few>(p, plan, plan.layout, stream)
+                           : launch_small<Types>(p, plan, plan.layout, stream);
             }
         }
-        if (layout.node_blocks == 1 && layout.history_blocks == 0) {
+        if (plan.layout.node_blocks == 1 && plan.layout.history_blocks == 0) {
             using Few = VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kEight>;
             using Types = VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kSixteen>;
-            return few ? launch_small<Few>(p, Few::kLayout, stream)
-                       : launch_small<Types>(p, Types::kLayout, stream);
+            return few ? launch_small<Few>(p, plan, Few::kLayout, stream)
+                       : launch_small<Types>(p, plan, Types::kLayout, stream);
         }
     }
-    return launch_types<VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kAny>>(p, layout,
+    return launch_types<VerifyTypes<Input, State, kKeyDim, kTiles, kWarps, Nodes::kAny>>(p, plan,
                                                                                          stream);
 }
 
 template <typename Input, typename State, int kKeyDim>
-treewy_status launch_tile(int tile, const treewy_tree_verify_params& p, const VerifyLayout& layout,
+treewy_status launch_tile(const treewy_tree_verify_params& p, const VerifyPlan& plan,
                           treewy_stream stream) {
-    if (!all_aligned(p, tile)) {
-        return launch_types<VerifyTypes<Input, State, kKeyDim, 1, 4, Nodes::kUnaligned>>(p, layout,
+    if (!all_aligned(p, plan.tile)) {
+        return launch_types<VerifyTypes<Input, State, kKeyDim, 1, 4, Nodes::kUnaligned>>(p, plan,
                                                                                          stream);
     }
     if constexpr (sizeof(Input) == 2) {
-        if constexpr (kKeyDim == 128 && sizeof(State) == 4) {
-            if (layout.whole) return launch_whole<Input>(p, layout, stream);
+        if constexpr (kKeyDim == 128) {
+            if (plan.layout.stream) return launch_streams<Input, State>(p, plan, stream);
         }
-        if (tile == TREEWY_VERIFY_ROWS_128) {
+        if (plan.tile == TREEWY_VERIFY_ROWS_128) {
             constexpr int kTiles = sizeof(State) == 2 ? 2 : 1;
-            return launch_blocks<Input, State, kKeyDim, kTiles, 8 / kTiles>(p, layout, stream);
+            return launch_blocks<Input, State, kKeyDim, kTiles, 8 / kTiles>(p, plan, stream);
         }
     }
-    return launch_blocks<Input, State, kKeyDim, 1, 4>(p, layout, stream);
+    return launch_blocks<Input, State, kKeyDim, 1, 4>(p, plan, stream);
 }
 
 template <typename Input, typename State>
-treewy_status launch_dim(int tile, const treewy_tree_verify_params& p, const VerifyLayout& layout,
+treewy_status launch_dim(const treewy_tree_verify_params& p, const VerifyPlan& plan,
                          treewy_stream stream) {
     switch (p.state.key_dim) {
         case 64:
-            return launch_tile<Input, State, 64>(tile, p, layout, stream);
+            return launch_tile<Input, State, 64>(p, plan, stream);
         case 128:
-            return launch_tile<Input, State, 128>(tile, p, layout, stream);
+            return launch_tile<Input, State, 128>(p, plan, stream);
         default:
-            return launch_tile<Input, State, 256>(tile, p, layout, stream);
+            return launch_tile<Input, State, 256>(p, plan, stream);
     }
 }
 
 template <typename Input>
-treewy_status launch_state(int tile, const treewy_tree_verify_params& p, const VerifyLayout& layout,
+treewy_status launch_state(const treewy_tree_verify_params& p, const VerifyPlan& plan,
                            treewy_stream stream) {
-    return p.state.dtype == TREEWY_FLOAT32
-               ? launch_dim<Input, float>(tile, p, layout, stream)
-               : launch_dim<Input, __nv_bfloat16>(tile, p, layout, stream);
+    return p.state.dtype == TREEWY_FLOAT32 ? launch_dim<Input, float>(p, plan, stream)
+                                           : launch_dim<Input, __nv_bfloat16>(p, plan, stream);
 }
 
 }  // namespace treewy

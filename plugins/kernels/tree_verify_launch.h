@@ -9,6 +9,13 @@
 
 namespace treewy {
 
+// How a call is cut into blocks, and what it runs on.
+struct VerifyPlan {
+    int tile;
+    VerifyLayout layout;
+    int multiprocessors;
+};
+
 inline constexpr const char* kVerifyName = "tree_verify";
 
 // Whether addresses and strides allow vectors of `bytes` bytes.
@@ -29,11 +36,11 @@ inline bool all_aligned(const treewy_tree_verify_params& p, int tile) {
             moves_in(lane_rows * dtype_bytes(p.u_dtype), p.u, p.u_stride, dtype_bytes(p.u_dtype)));
 }
 
-treewy_status verify_bfloat16(int tile, const treewy_tree_verify_params& p,
-                              const VerifyLayout& layout, treewy_stream stream);
-treewy_status verify_float16(int tile, const treewy_tree_verify_params& p,
-                             const VerifyLayout& layout, treewy_stream stream);
-treewy_status verify_float32(int tile, const treewy_tree_verify_params& p,
-                             const VerifyLayout& layout, treewy_stream stream);
+treewy_status verify_bfloat16(const treewy_tree_verify_params& p, const VerifyPlan& plan,
+                              treewy_stream stream);
+treewy_status verify_float16(const treewy_tree_verify_params& p, const VerifyPlan& plan,
+                             treewy_stream stream);
+treewy_status verify_float32(const treewy_tree_verify_params& p, const VerifyPlan& plan,
+                             treewy_stream stream);
 
 }  // namespace treewy

@@ -11,10 +11,17 @@
 namespace treewy {
 
 inline constexpr int kNodeBlock = 16;     // nodes that are solved at a time
-inline constexpr int kMaxWhole = 3;       // node blocks of a tree whose matrix is inverted at once
 inline constexpr int kShortHistory = 32;  // entries that the kernel of small trees takes
 inline constexpr int kWide = TREEWY_VERIFY_ROWS_128;
 inline constexpr int kMaxGroup = 4;  // node blocks whose weights lie in shared memory at a time
+
+// Of the kernel whose blocks take head after head (tree_verify_stream.cuh).
+inline constexpr int kMaxStream = 3;              // node blocks
+inline constexpr int kPartRowBytes = 128;         // of a row of the state that are copied at a time
+inline constexpr int kStreamRows = 128;           // of V of a block
+inline constexpr int kStreamShared = 227 * 1024;  // bytes of shared memory of its block, at most
+inline constexpr int kMaxStages = 3;
+inline constexpr int kMaxPlaces = 8;  // of the ring of parts
 
 // What the shared memory of a block depends on.
 struct VerifyShape {
@@ -61,20 +68,12 @@ struct VerifyLayout {
     int node_blocks;
     int history_blocks;
     int group;  // node blocks
-    bool whole;
+    bool stream;
     bool short_history;
     int total;
 };
 
 inline constexpr int ceil_blocks(int count, int size) { return (count + size - 1) / size; }
-
-// Whether the tree's whole matrix is inverted at once (tree_verify_whole.cuh), which pays where the
-// state is float32, with the wide tile; `shape` is of aligned tensors.
-inline constexpr bool inverts_whole(const VerifyShape& shape) {
-    return shape.key_dim == 128 && shape.value_dim % 128 == 0 && shape.input_bytes == 2 &&
-           shape.state_bytes == 4 && shape.history_capacity == 0 && shape.max_nodes > kNodeBlock &&
-           shape.max_nodes <= kMaxWhole * kNodeBlock;
-}
 
 // Whether the history is one for the kernel of small trees (tree_verify_history.cuh); `shape` is of
 // aligned tensors.
@@ -98,16 +97,23 @@ inline bool tile_exists(int tile, int value_dim, int input_terms) {
 
 // The tile of AUTO. Few blocks: 64 rows, so that more multiprocessors have something to do. Many:
 // 128, so that less work is done twice. A float32 state of 128 rows leaves too little shared
-// memory, except where there is little to compute or the whole matrix is inverted.
-inline int choose_tile(const VerifyShape& shape, int input_terms, bool whole, int64_t batch_heads,
+// memory, except where there is little to compute or blocks take head after head.
+inline int choose_tile(const VerifyShape& shape, int input_terms, bool stream, int64_t batch_heads,
                        int multiprocessors) {
     if (!tile_exists(kWide, shape.value_dim, input_terms)) return TREEWY_VERIFY_ROWS_64;
     const bool little = shape.max_nodes <= kNodeBlock / 2 && shape.history_capacity == 0;
-    if (shape.state_bytes == 4 && !little && !whole) {
+    if (shape.state_bytes == 4 && !little && !stream) {
         return TREEWY_VERIFY_ROWS_64;
     }
     const int64_t blocks = batch_heads * (shape.value_dim / 128);
     return blocks >= multiprocessors ? kWide : TREEWY_VERIFY_ROWS_64;
+}
+
+// Whether there are heads enough for blocks that stay: with a bfloat16 state other blocks are
+// faster until each has some.
+inline bool enough_turns(const VerifyShape& shape, int64_t batch_heads, int multiprocessors) {
+    const int64_t turns = batch_heads * (shape.value_dim / kStreamRows);
+    return turns >= int64_t{multiprocessors} * (shape.state_bytes == 4 ? 1 : 4);
 }
 
 // Pairs (node block of a group, block before it or itself), history blocks counted.
@@ -137,33 +143,28 @@ inline constexpr void place_nodes(VerifyLayout& at, Places& places) {
     at.ancestors = places.next(nodes * 4 * at.mask_words);
 }
 
-// `whole`: for the kernel that inverts the tree's whole matrix, which keeps v and U in registers.
-inline constexpr VerifyLayout verify_layout(const VerifyShape& shape, int rows, int group,
-                                            bool whole = false) {
+inline constexpr VerifyLayout verify_layout(const VerifyShape& shape, int rows, int group) {
     VerifyLayout at{};
     at.node_blocks = ceil_blocks(shape.max_nodes, kNodeBlock);
     at.history_blocks = ceil_blocks(shape.history_capacity, kNodeBlock);
     at.mask_words = ceil_blocks(at.node_blocks * kNodeBlock, 32);
     at.group = group < at.node_blocks ? group : at.node_blocks;
-    at.whole = whole;
     const int nodes = at.node_blocks * kNodeBlock, entries = at.history_blocks * kNodeBlock;
     Places places;
     at.state = places.next(rows * shape.key_dim * shape.state_bytes);
     at.keys = places.next(nodes * shape.key_dim * shape.input_bytes);
     at.queries = places.next(at.group * kNodeBlock * shape.key_dim * shape.input_bytes);
     const int value_blocks = at.node_blocks > 1 ? 2 : 1;
-    at.values = places.next(whole ? 0 : value_blocks * kNodeBlock * rows * shape.input_bytes);
+    at.values = places.next(value_blocks * kNodeBlock * rows * shape.input_bytes);
     const int pairs = group_pairs(at.group, at.node_blocks, at.history_blocks);
     const int weights = pairs * 2 * shape.weight_terms * 512;
-    if (!whole && at.node_blocks == 1 && at.history_blocks == 0 &&
-        weights <= at.values - at.queries) {
+    if (at.node_blocks == 1 && at.history_blocks == 0 && weights <= at.values - at.queries) {
         at.weights = at.queries;  // see work_rows
     } else {
         at.weights = places.next(weights);
     }
     at.dense = places.next(at.group * 2 * 64 * 4);
-    at.known_u =
-        places.next(whole ? 0 : (at.node_blocks - 1) * shape.weight_terms * rows * kNodeBlock * 2);
+    at.known_u = places.next((at.node_blocks - 1) * shape.weight_terms * rows * kNodeBlock * 2);
     at.history_keys = places.next(entries * shape.key_dim * 4);
     at.history_sum = places.next(entries * 8);
     place_nodes(at, places);
@@ -200,7 +201,61 @@ inline constexpr VerifyLayout small_layout(const VerifyShape& shape, int rows, i
     return at;
 }
 
-// Rows of nodes of that layout.
+// What a block that takes head after head has: parts of the state, then stages.
+struct StreamLayout {
+    VerifyLayout stage;  // from the stage's beginning
+    int stage_bytes;
+    int stages;
+    int places;  // of parts of the state, 128 rows each
+    int first_stage;
+    int total;
+};
+
+inline constexpr VerifyLayout stage_layout(const VerifyShape& shape) {
+    VerifyLayout at{};
+    at.stream = true;
+    at.node_blocks = at.group = ceil_blocks(shape.max_nodes, kNodeBlock);
+    at.mask_words = ceil_blocks(at.node_blocks * kNodeBlock, 32);
+    const int rows = at.node_blocks * kNodeBlock * shape.key_dim * shape.input_bytes;
+    Places places;
+    at.keys = places.next(rows);
+    at.queries = places.next(rows);
+    at.values = places.next(at.node_blocks * kNodeBlock * kStreamRows * shape.input_bytes);
+    at.weights =
+        places.next(group_pairs(at.group, at.node_blocks, 0) * 2 * shape.weight_terms * 512);
+    at.dense = places.next(at.group * 2 * 64 * 4);
+    place_nodes(at, places);
+    at.related = places.next(at.node_blocks * 4);
+    at.not_finite = places.next(4);  // the number of nodes
+    at.total = places.end;
+    return at;
+}
+
+// Three stages where they leave room for a state, else two; whole states.
+inline constexpr StreamLayout stream_layout(const VerifyShape& shape) {
+    constexpr int kPlaceBytes = kStreamRows * kPartRowBytes;
+    StreamLayout at{};
+    at.stage = stage_layout(shape);
+    at.stage_bytes = ceil_blocks(at.stage.total, 128) * 128;
+    const int parts = shape.key_dim * shape.state_bytes / kPartRowBytes;
+    at.stages = kMaxStages;
+    if (kStreamShared - kMaxStages * at.stage_bytes < parts * kPlaceBytes) at.stages = 2;
+    const int room = (kStreamShared - at.stages * at.stage_bytes) / kPlaceBytes;
+    at.places = (room < kMaxPlaces ? room : kMaxPlaces) / parts * parts;
+    at.first_stage = at.places * kPlaceBytes;
+    at.total = at.first_stage + at.stages * at.stage_bytes;
+    return at;
+}
+
+// Whether blocks take head after head (tree_verify_stream.cuh), with the wide tile; `shape` is of
+// aligned tensors.
+inline constexpr bool streams(const VerifyShape& shape, int shared_bytes) {
+    return shape.key_dim == 128 && shape.value_dim % kStreamRows == 0 && shape.input_bytes == 2 &&
+           shape.history_capacity == 0 && shape.max_nodes > kNodeBlock &&
+           shape.max_nodes <= kMaxStream * kNodeBlock && stream_layout(shape).total <= shared_bytes;
+}
+
+// Rows of nodes of the small layout.
 inline constexpr int small_rows(int max_nodes) {
     return max_nodes <= kNodeBlock / 2 ? kNodeBlock / 2 : kNodeBlock;
 }
@@ -220,13 +275,16 @@ inline VerifyLayout best_layout(const VerifyShape& shape, int rows, int shared_b
     return best;
 }
 
-// The layout of a tile; `aligned`: the tensors allow what inverts_whole takes for granted.
-inline VerifyLayout choose_layout(const VerifyShape& shape, int tile, bool aligned,
+// The layout of a tile; `stream`: blocks take head after head where the tile is wide; `aligned`:
+// the tensors allow what the short history's kernel takes for granted.
+inline VerifyLayout choose_layout(const VerifyShape& shape, int tile, bool stream, bool aligned,
                                   int shared_bytes) {
     const int rows = verify_tile(tile, shape.state_bytes).rows;
-    if (tile == kWide && aligned && inverts_whole(shape)) {
-        const VerifyLayout whole = verify_layout(shape, rows, kMaxWhole, true);
-        if (whole.total <= shared_bytes) return whole;
+    if (tile == kWide && stream) {
+        const StreamLayout all = stream_layout(shape);
+        VerifyLayout layout = all.stage;
+        layout.total = all.total;
+        return layout;
     }
     if (aligned && has_short_history(shape, tile)) {
         const VerifyLayout layout = small_layout(shape, rows, small_rows(shape.max_nodes));

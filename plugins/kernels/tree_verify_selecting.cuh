@@ -33,26 +33,27 @@ struct StateRow {
     }
 };
 
-// S_0 and the history, of row `column` of V, which is `row` of the block.
+// S_0 and the history, of row `column` of V.
 template <typename Types>
 __device__ __forceinline__ StateRow<Types::kKeyDim> state_before(const VerifyArgs& args,
                                                                  const Shared& shared,
-                                                                 const VerifyWork& work, int row,
+                                                                 const VerifyWork& work, int column,
                                                                  int lane) {
     using State = typename Types::State;
     constexpr int kKeyDim = Types::kKeyDim;
     const treewy_tree_verify_params& p = args.params;
-    const unsigned char* from = shared.state + row * Types::kStateRowBytes;
+    const int64_t dim = p.state.value_dim, stride = p.state.value_heads * dim;
+    const State* from = static_cast<const State*>(p.state.data) + work.slot * p.state.slot_stride +
+                        (work.head * dim + column) * kKeyDim;
     StateRow<kKeyDim> state;
     state.sum = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < kKeyDim / kWarp; ++i) {
-        state.x[i] = row_element<State>(from, kWarp * i + lane, row >> Types::kStateShift);
+        state.x[i] = as_float(from[kWarp * i + lane]);
     }
-    const int64_t dim = p.state.value_dim, stride = p.state.value_heads * dim;
     for (int entry = 0; Types::kHistory && entry < work.history; ++entry) {
-        const int64_t at = work.slot * p.history.u_stride[0] + entry * stride + work.head * dim +
-                           work.first_row + row;
+        const int64_t at =
+            work.slot * p.history.u_stride[0] + entry * stride + work.head * dim + column;
         float key[kKeyDim / kWarp];
         load_history_key(p, work, entry, lane, key);
         state.decay(shared.history_sum[entry]);
@@ -106,19 +107,26 @@ __device__ __forceinline__ void store_result(const VerifyArgs& args, const Verif
     }
 }
 
-// out and u of the block's rows once more, by the recurrence along the path of every node: nothing
-// of a non-ancestor is read into a sum. A warp a row of V. For what is not finite, seldom and slow:
+// Rows of V of a block that a warp takes.
+struct RowsTaken {
+    int first;
+    int end;
+    int step;
+};
+
+// out and u of rows once more, by the recurrence along the path of every node: nothing
+// of a non-ancestor is read into a sum. By a warp. For what is not finite, seldom and slow:
 // N times depth steps, N where parents come right before their nodes.
 template <typename Types>
-__device__ __noinline__ void verify_selecting(const VerifyArgs& args, const VerifyWork& work,
-                                              int warp, int lane) {
+__device__ __noinline__ void verify_selecting(const VerifyArgs& args, const Shared& shared,
+                                              const VerifyWork& work, const RowsTaken& rows,
+                                              int lane) {
     using Input = typename Types::Input;
     constexpr int kEach = Types::kKeyDim / kWarp;
     const treewy_tree_verify_params& p = args.params;
-    const Shared shared = place_shared<Types>(args.layout);
-    for (int row = warp; row < Types::kRows; row += Types::kThreads / kWarp) {
+    for (int row = rows.first; row < rows.end; row += rows.step) {
         const int column = work.first_row + row;
-        const auto before = state_before<Types>(args, shared, work, row, lane);
+        const auto before = state_before<Types>(args, shared, work, column, lane);
         StateRow<Types::kKeyDim> state = before;
         for (int t = 0; t < work.nodes; ++t) {
             const uint32_t* mask = shared.ancestors + t * shared.mask_words;
@@ -143,6 +151,15 @@ __device__ __noinline__ void verify_selecting(const VerifyArgs& args, const Veri
             if (lane == 0) store_result<Types>(args, work, t, column, out, u);
         }
     }
+}
+
+// The same of all rows of the block, by all its warps.
+template <typename Types>
+__device__ __forceinline__ void verify_selecting(const VerifyArgs& args, const VerifyWork& work,
+                                                 int warp, int lane) {
+    constexpr int kAll = Types::kThreads / kWarp;
+    const Shared shared = place_shared<Types>(args.layout);
+    verify_selecting<Types>(args, shared, work, {warp, Types::kRows, kAll}, lane);
 }
 
 }  // namespace treewy

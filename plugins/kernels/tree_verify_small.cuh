@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(Types::kThreads, Types::kMinBlocks)
     const Shared shared = place_shared<Types>(args.layout);
     VerifyWork work = find_work<Types>(args);
     const Place at = find_place<Types>(work);
-    follow_previous<Types>(args, work, at);
+    follow_previous<Types>(args, work, at.thread);
     if (at.warp >= Types::kWarps) {
         help_small<Types>(args, shared, work, at.lane);
     } else {

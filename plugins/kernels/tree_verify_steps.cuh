@@ -103,11 +103,11 @@ __device__ __forceinline__ void prefetch_state(const treewy_tree_verify_params& 
 // start later find it ended, and gain nothing by asking twice.
 template <typename Types>
 __device__ __forceinline__ void follow_previous(const VerifyArgs& args, const VerifyWork& work,
-                                                const Place& at) {
+                                                int thread) {
     let_next_start();
 #if !defined(TREEWY_ON_HOST)
     const unsigned block = blockIdx.y * gridDim.x + blockIdx.x;
-    if (at.thread == 0 && block < args.first_blocks) prefetch_state<Types>(args.params, work);
+    if (thread == 0 && block < args.first_blocks) prefetch_state<Types>(args.params, work);
 #endif
     wait_for_previous();
 }
