@@ -29,6 +29,8 @@
 
 namespace treewy {
 
+inline constexpr int kMaxGroups = 2;
+
 // `kHalves`: of the largest tree of the call, 8 nodes each.
 template <typename Input_, typename State_, int kHalves_>
 struct StreamTypes {
@@ -45,7 +47,7 @@ struct StreamTypes {
         VerifyShape{kKeyDim, 0, kNodeBlocks * kNodeBlock, 0, static_cast<int>(sizeof(Input)),
                     static_cast<int>(sizeof(State)), kWeightTerms});
     static constexpr int kStages = kStream.stages;
-    static constexpr int kGroups = 2;
+    static constexpr int kGroups = kMaxGroups;
     static constexpr int kGroupWarps = 4;
     static constexpr int kGroupThreads = kGroupWarps * kWarp;
     static constexpr int kThreads = kRowThreads + kGroups * kGroupThreads;
@@ -76,12 +78,17 @@ struct StreamTypes {
 };
 
 // Barriers of the stream: a group's own; its keys and queries have been copied; a stage has been
-// filled; it has been read.
+// filled; it has been read, a barrier for each group that is to fill it next: both may wait for the
+// same stage, the one for its next turn while a warp of the other has yet to come for this one.
 inline constexpr int kGroupBarrier = 1;
-inline constexpr int kCopiedBarrier = kGroupBarrier + kMaxStages;
-inline constexpr int kFilledBarrier = kCopiedBarrier + kMaxStages;
+inline constexpr int kCopiedBarrier = kGroupBarrier + kMaxGroups;
+inline constexpr int kFilledBarrier = kCopiedBarrier + kMaxGroups;
 inline constexpr int kReadBarrier = kFilledBarrier + kMaxStages;
-static_assert(kReadBarrier + kMaxStages <= 16);
+static_assert(kReadBarrier + kMaxStages * kMaxGroups <= 16);
+
+__device__ __forceinline__ int read_barrier(int stage, int group) {
+    return kReadBarrier + stage * kMaxGroups + group;
+}
 
 template <typename Types>
 __device__ __forceinline__ Shared place_stage(int stage) {
@@ -264,7 +271,7 @@ __device__ __forceinline__ void prepare_turns(const VerifyArgs& args, const Grou
     for (int i = at.group, stage = at.group; i < count; i += Types::kGroups) {
         const Shared shared = place_stage<Types>(stage);
         settle_row(args.params, inputs.row, work);
-        if (i >= Types::kStages) sync_at<Types::kStageThreads>(kReadBarrier + stage);
+        if (i >= Types::kStages) sync_at<Types::kStageThreads>(read_barrier(stage, at.group));
         copy_turn<Types>(args, shared, work, at.thread);
         commit_copies();
         copy_turn_values<Types>(args, shared, work, at.thread);
@@ -546,7 +553,7 @@ __device__ __forceinline__ void verify_turns(const VerifyArgs& args, int warp, i
         copies.copy(place % Types::kParts, ring + place * Types::kPlaceBytes, lane);
     }
     Turn turn = first_turn(args);
-    int place = 0, stage = 0;
+    int place = 0, stage = 0, group = Types::kStages % Types::kGroups;  // that fills the stage next
     for (int left = count_turns(args); left > 0; --left, next_turn(args, turn)) {
         copies.enter(args, warp);
         const Shared shared = place_stage<Types>(stage);
@@ -560,8 +567,9 @@ __device__ __forceinline__ void verify_turns(const VerifyArgs& args, int warp, i
         store_turn<Types>(args, work, work.first_row + warp * Types::kWarpRows + 2 * (lane / 4),
                           lane, sums.out, sums.rhs);
         if (__any_sync(kAllLanes, !finite)) verify_again<Types>(args, stage, turn, warp, lane);
-        if (left > Types::kStages) arrive_at<Types::kStageThreads>(kReadBarrier + stage);
+        if (left > Types::kStages) arrive_at<Types::kStageThreads>(read_barrier(stage, group));
         stage = stage + 1 == Types::kStages ? 0 : stage + 1;
+        group = (group + 1) % Types::kGroups;
     }
     wait_copies<0>();
 }
