@@ -17,7 +17,7 @@ GDN_VERIFY, GDN_COMMIT = "GDN verify", "GDN commit"
 KINDS = {
     "conv": ("conv", "save_windows"),
     GDN_VERIFY: ("tree_verify", "_verify"),
-    GDN_COMMIT: ("update_states", "commit_inputs", "append_paths", "_history", "_commit"),
+    GDN_COMMIT: ("update_states", "commit_inputs", "append_paths", "_histor", "_commit"),
     "attention": ("_attend", "_combine", "_append", "_place_heads"),
     "experts": ("_gate_up", "_down", "_route", "_tally", "_count", "_find_rows", "_sort"),
     "best tokens": ("_partial", "_merge", "greedy_accept", "reduce_kernel"),

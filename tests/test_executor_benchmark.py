@@ -153,6 +153,7 @@ def test_every_kernel_has_its_kind():
     kinds = {name: step_profile.kind_of(name) for _, name in kernels()}
     assert kinds["update_states"] == kinds["append_paths"] == "GDN commit"
     assert kinds["advance_history"] == kinds["clear_history"] == "GDN commit"
+    assert kinds["fold_histories"] == kinds["commit_inputs"] == "GDN commit"
     assert {kind for name, kind in kinds.items() if "verify" in name} == {"GDN verify"}
     assert {kind for name, kind in kinds.items() if "conv" in name} == {"conv"}
     # A baseline's kernels are Triton's.
