@@ -23,6 +23,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ from datetime import date
 from itertools import product, starmap
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where PYTHONSAFEPATH is set
 
 import step_profile
 import torch

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +30,20 @@ def script():
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("name", ["executor.py", "serving.py"])
+def test_it_finds_its_parts_where_python_does_not_look_beside_a_script(name, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "benchmarks" / name), "--help"],
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "--state-dtype" in done.stdout
 
 
 def test_a_run_of_a_config_alone(script, tmp_path, capsys):
