@@ -144,6 +144,7 @@ def _note(
         first = 0
         if APPEND:
             first = tl.minimum(tl.load(len_table + slot), room - 1)
+            tl.debug_barrier()  # other warps of this program have read it before it is written
         if c == 0:
             tl.store(len_table + slot, first + count)
             tl.store(root_table + slot * width, tl.maximum(bonus, 0))
