@@ -466,6 +466,8 @@ def test_ratios_are_taken_round_by_round():
     unlucky["repeats"][1]["acceptance_length"] = 3.2 / 1.1
     (found, _) = compare.over([rows[0], unlucky, *rows[2:]], "deferred", "reconstruct")
     assert (found.ratio, found.equal) == (1.03, pytest.approx(1.04))
+    (goal,) = [g for g in goals.goals([rows[0], unlucky]) if "deferred over reconstruct" in g.name]
+    assert goal.measured == "1.04x (anchor, 0.9, 256 at once; rounds 1.03 to 1.10)"
     # The median of the rounds against each rival, and of those the least: here chain 3's.
     (found,) = compare.auto_over_best(rows)
     assert (found.base["tree"], found.ratio, found.low) == ("3", 0.98, 0.98)

@@ -25,6 +25,7 @@ class Pair:
             None where one has none.
         equal: as `ratio`, at equal acceptance: of throughputs over acceptance lengths. By the same
             tree and law those differ by chance alone. None where the trees differ.
+        equal_low, equal_high: the least and the greatest of the rounds' of it, likewise.
     """
 
     row: Row
@@ -34,6 +35,8 @@ class Pair:
     high: float
     first_tokens: float | None
     equal: float | None
+    equal_low: float | None
+    equal_high: float | None
 
     @property
     def same_run(self) -> bool:
@@ -50,7 +53,7 @@ class Pair:
 def pair(row: Row, base: Row) -> Pair:
     """Two rows that have figures."""
     found = by_round(row, base, lambda each: each[SPEED])
-    equal = None
+    equal: list[float] = []
     if row["tree"] == base["tree"]:
         equal = by_round(row, base, lambda each: each[SPEED] / each["acceptance_length"])
     tails = of(base, "ttft", "p99"), of(row, "ttft", "p99")
@@ -61,7 +64,9 @@ def pair(row: Row, base: Row) -> Pair:
         min(found),
         max(found),
         tails[0] / tails[1] if tails[0] and tails[1] else None,
-        None if equal is None else statistics.median(equal),
+        statistics.median(equal) if equal else None,
+        min(equal, default=None),
+        max(equal, default=None),
     )
 
 

@@ -131,6 +131,14 @@ def _fair(found: Pair) -> float:
     return found.ratio if found.equal is None else found.equal
 
 
+def _spread(found: Pair) -> str:
+    """Of the same ratio, the least and the greatest of the rounds."""
+    low, high = found.equal_low, found.equal_high
+    if low is None or high is None:
+        low, high = found.low, found.high
+    return f"; rounds {low:.2f} to {high:.2f}" if found.rounds > 1 else ""
+
+
 def _least(pairs: Sequence[Pair], name: str, factor: float) -> Goal:
     """The least ratio at any point, and where it is."""
     worst = min(pairs, key=_fair, default=None)
@@ -138,5 +146,4 @@ def _least(pairs: Sequence[Pair], name: str, factor: float) -> Goal:
         return _at_least(name, factor, None)
     goal = _at_least(name, factor, _fair(worst))
     where = f"{worst.row['workload']}, {worst.row['fraction']:g}, {worst.row['load']}"
-    spread = f"; rounds {worst.low:.2f} to {worst.high:.2f}" if worst.rounds > 1 else ""
-    return replace(goal, measured=f"{goal.measured} ({where}{spread})")
+    return replace(goal, measured=f"{goal.measured} ({where}{_spread(worst)})")
