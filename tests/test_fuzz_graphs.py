@@ -216,7 +216,7 @@ def test_every_request_gives_its_text(name, seed, model, jobs, wanted):
     stats, decoder = engine.stats, engine._decoder
     assert stats.executor_faults <= runner.raised
     assert sum(r.finish_reason in ("length", "stop") for r in requests) > JOBS // 4
-    assert min(ahead, stats.accepted_tokens) > 20
+    assert min(ahead, stats.accepted_tokens) > 10
     if name == "pressure":
         assert stats.preemptions
     if world.interval:
