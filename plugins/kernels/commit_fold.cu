@@ -175,6 +175,7 @@ __global__ void __launch_bounds__(kCommitThreads, 5)
     using Ring = FoldRing<Types>;
     __shared__ PathMemory path;
     __shared__ FoldMemory<Types> memory;
+    static_assert(sizeof(path) + sizeof(memory) <= kMostStatic);
     const UpdateParams& update = p.update;
     const int row = static_cast<int>(blockIdx.x) / p.parts;
     const int64_t part = static_cast<int>(blockIdx.x) % p.parts;

@@ -102,6 +102,10 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
+// A kernel may have so much shared memory without being asked, its static and dynamic together. No
+// kernel's static part is larger than kMostStatic.
+inline constexpr size_t kSharedUnasked = 48 * 1024, kMostStatic = 18 * 1024;
+
 #if !defined(TREEWY_ON_HOST)
 
 // The block's dynamic shared memory. Its address is kept in a register, from where it comes cheaper
@@ -116,7 +120,7 @@ __device__ __forceinline__ unsigned char* shared_memory() {
 // Lets a kernel have `shared` bytes of dynamic shared memory: once and for all the most that the
 // device gives, so that threads that launch it with other sizes do not undo each other's.
 inline treewy_status allow_shared(const char* name, const void* kernel, size_t shared) {
-    if (shared <= 48 * 1024) return TREEWY_OK;
+    if (shared + kMostStatic <= kSharedUnasked) return TREEWY_OK;
     cudaFuncAttributes has;
     cudaError_t status = cudaFuncGetAttributes(&has, kernel);
     if (status == cudaSuccess && static_cast<size_t>(has.maxDynamicSharedSizeBytes) < shared) {

@@ -229,7 +229,7 @@ def test_commit_selects_poison_away(gpu):
 
 
 @pytest.mark.parametrize("state_dtype", [F32, BF16])
-@pytest.mark.parametrize("capacity", [4, 16, 40])
+@pytest.mark.parametrize("capacity", [4, 16, 32, 40])
 def test_deferred_commit_equals_the_reference(gpu, capacity, state_dtype):
     for dtype in (F32, BF16, F16):
         case = TreeCase(
