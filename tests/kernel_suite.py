@@ -294,6 +294,49 @@ def check_verify_poison(machine, case, poison, *, history=()):
         machine.close(f"verify poisoned {name}", after[on_path], before[on_path])
 
 
+def check_verify_huge_keys(machine, case, huge):
+    """Keys so large that their product overflows where their norms do not show it.
+
+    They are those of nodes 8 and 9, a path beside all others: these keep their results, and padding
+    its zeros, whose nodes begin within the same 8.
+    """
+    case.parents[:], case.parents[:, 0], case.parents[:, 9] = 0, -1, 8
+    case.num_nodes[:] = 14
+    clean = [x.cpu() for x in run_verify(machine, case)]
+    raw = dict(case.raw[0], k=case.raw[0]["k"].clone())
+    raw["k"][:, 8:10] = huge
+    dirty = [x.cpu() for x in run_verify(machine, case, raw=raw)]
+    others = [t for t in range(case.nodes) if t not in (8, 9)]
+    for name, before, after in zip(("out", "u", "g"), clean, dirty, strict=True):
+        machine.close(f"verify huge keys {name}", after[:, others], before[:, others])
+        assert not after[:, 14:].any(), "outputs of padding must be zero"
+
+
+def check_verify_of_odd_rows(machine, case):
+    """Slots, counts and parents out of range: the bits of what they count as."""
+    nodes, batch, slots = case.nodes, len(case.slot), case.state.shape[1]
+    odd = TreeCase.__new__(TreeCase)
+    odd.__dict__.update(case.__dict__, slot=case.slot.clone(), num_nodes=case.num_nodes.clone())
+    odd.parents = case.parents.clone()
+    largest = 2**31 - 1
+    for row in range(batch):
+        odd.slot[row] = (odd.slot[row], -1, odd.slot[row], slots, odd.slot[row], -7)[row % 6]
+        odd.num_nodes[row] = (0, nodes, nodes + 1, 9, largest, 3, nodes, -largest)[row % 8]
+        for node, parent in ((3, 3), (5, largest), (9, -largest), (11, 12), (nodes - 1, nodes)):
+            odd.parents[row, node] = parent if row % 3 else odd.parents[row, node]
+    plain = TreeCase.__new__(TreeCase)
+    known = (odd.slot >= 0) & (odd.slot < slots)
+    plain.__dict__.update(case.__dict__, slot=torch.where(known, odd.slot, -1))
+    plain.num_nodes = odd.num_nodes.clamp(0, nodes)
+    before = (odd.parents >= 0) & (odd.parents < torch.arange(nodes))
+    plain.parents = torch.where(before, odd.parents, -1)
+    padded = (torch.arange(nodes) >= plain.num_nodes[:, None]) | (plain.slot < 0)[:, None]
+    for mine, wanted in zip(run_verify(machine, odd), run_verify(machine, plain), strict=True):
+        assert mine.isfinite().all()
+        assert same_bits(mine.cpu(), wanted.cpu())
+        assert not mine.cpu()[padded].any(), "outputs of padding must be zero"
+
+
 def check_verify_replays(machine, capture, *, dims, nodes, capacity, types, replays=6):
     """One captured call over other trees, slots, states and histories in the same buffers.
 

@@ -167,6 +167,56 @@ def test_verify_by_blocks_that_take_head_after_head(host, host_library, few_mult
         suite.check_verify_poison(host, case, (float("nan"), float("inf"))[index % 2])
 
 
+@pytest.mark.parametrize("multiprocessors", [1, 3, 5])
+def test_verify_by_blocks_of_any_count_of_turns(host, host_library, multiprocessors):
+    """One block with all turns; fewer turns than stages; one turn more for some; four value heads
+    a key head and two blocks of V a head."""
+    host_library._library.host_cuda_set_multiprocessors(multiprocessors)
+    try:
+        for index, (batch, dims) in enumerate(
+            ((1, Dims(1, 1, 128, 128)), (13, Dims(1, 1, 128, 128)), (1, Dims(1, 4, 128, 256)))
+        ):
+            case = TreeCase(
+                batch, dims, 17, dtype=BF16, state_dtype=(F32, BF16, F32)[index], batch=batch,
+                slots=batch + 2,
+            )  # fmt: skip
+            with suite.verify_tile(host_library, 2):
+                suite.check_verify(host, case)
+                assert "stream" in kernel_name(host_library)
+    finally:
+        host_library._library.host_cuda_set_multiprocessors(132)
+
+
+def test_groups_do_not_meet_at_each_others_barriers(host, host_library):
+    """Three stages and two groups, each of whose warps is late once in a while."""
+    host_library._library.host_cuda_set_multiprocessors(1)
+    try:
+        with suite.verify_tile(host_library, 2):
+            for seed in range(12):
+                case = TreeCase(
+                    seed, Dims(1, 1, 128, 128), 17, dtype=BF16, state_dtype=BF16, batch=12, slots=14
+                )
+                suite.check_verify(host, case)
+    finally:
+        host_library._library.host_cuda_set_multiprocessors(132)
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16], ids=str)
+def test_blocks_that_take_head_after_head_keep_to_what_a_row_may_hold(
+    host, host_library, few_multiprocessors, state_dtype
+):
+    case = TreeCase(
+        5, Dims(1, 1, 128, 128), 21, dtype=BF16, state_dtype=state_dtype, batch=9, slots=12,
+        full=True,
+    )  # fmt: skip
+    with suite.verify_tile(host_library, 2):
+        suite.check_verify_of_odd_rows(host, case)
+        suite.check_verify_huge_keys(host, case, 1e25)
+        assert "stream" in kernel_name(host_library)
+        if state_dtype == BF16:
+            suite.check_verify_stashes(host, case)
+
+
 @pytest.mark.parametrize("state_dtype", [F32, BF16], ids=str)
 def test_verify_of_paths_by_blocks_that_take_head_after_head(
     host, host_library, few_multiprocessors, state_dtype

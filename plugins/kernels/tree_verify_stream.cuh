@@ -2,19 +2,19 @@
 //
 // Tree verification of many heads by blocks that stay: 17 to 48 nodes without a history. The
 // equations are those of tree_verify_kernel.cuh, the algebra that of tree_verify_inverse.cuh, whose
-// T and M know nothing of the state. So a block takes one value head after the other (a turn), and
-// its warps work on different ones at the same time:
+// T and M know nothing of the state. So a block takes 128 rows of V of one value head after the
+// other (a turn each), and its warps work on different ones at the same time:
 //
-//     two groups of warps:  copies | paths, products of nodes | weights | T and M      turns i + 1,
-//     2 the rows' warps:      S_0 [K; Q]^T | R | U and o | stores                        turn i
-//     copies of the state:                                                             turns i, i +
-//     1
+//     two groups of warps: copies | paths, products | weights | T and M    turns i + 1, i + 2
+//     the rows' warps:     S_0 [K; Q]^T | R | U and o | stores             turn i
+//     copies of the state                                                  turns i + 1 ..
 //
-// Groups take turns in turn. What they make of one lies in a stage, of which there are two or
-// three; a stage is filled, read by the rows' warps, and filled again (two barriers a stage). The
-// state comes in parts of 128 bytes a row, in a ring: a warp copies its own 16 rows of a part into
-// the place of the part that it has just multiplied, so that nobody waits for anybody else there,
-// and the memory is asked for the next state while this one is worked on.
+// The groups take every other turn each. What they make of one lies in a stage, of which there are
+// two or three; a stage is filled, read by the rows' warps, and filled again, by the other group
+// where there are three. The state comes in parts of 128 bytes a row, in a ring that holds one
+// state or several: a warp copies its own 16 rows of a part into the place of the part that it has
+// just multiplied, so that nobody waits for anybody else there, and the memory is asked for the
+// next states while this one is worked on.
 //
 // Nothing in the rows' work depends on the tree: pairs of node blocks without a path between them
 // have weights of zero. Branches there would keep the compiler from mixing what does not depend on
@@ -29,7 +29,21 @@
 
 namespace treewy {
 
-inline constexpr int kMaxGroups = 2;
+// Barriers of the stream: a group's own; its keys and queries have been copied; a stage has been
+// filled; it has been read, one for each group that fills it next: with three stages the groups
+// fill a stage alternately, and the one may come for it while a warp of the other has not yet been
+// at the barrier of the turn before.
+inline constexpr int kStreamGroups = 2;
+inline constexpr int kGroupBarrier = 1;
+inline constexpr int kCopiedBarrier = kGroupBarrier + kStreamGroups;
+inline constexpr int kFilledBarrier = kCopiedBarrier + kStreamGroups;
+inline constexpr int kReadBarrier = kFilledBarrier + kMaxStages;
+static_assert(kReadBarrier + kMaxStages * kStreamGroups <= 16);
+
+// Where the stage has been read that `group` fills next.
+__device__ __forceinline__ int read_barrier(int stage, int group) {
+    return kReadBarrier + kStreamGroups * stage + group;
+}
 
 // `kHalves`: of the largest tree of the call, 8 nodes each.
 template <typename Input_, typename State_, int kHalves_>
@@ -47,7 +61,7 @@ struct StreamTypes {
         VerifyShape{kKeyDim, 0, kNodeBlocks * kNodeBlock, 0, static_cast<int>(sizeof(Input)),
                     static_cast<int>(sizeof(State)), kWeightTerms});
     static constexpr int kStages = kStream.stages;
-    static constexpr int kGroups = kMaxGroups;
+    static constexpr int kGroups = kStreamGroups;
     static constexpr int kGroupWarps = 4;
     static constexpr int kGroupThreads = kGroupWarps * kWarp;
     static constexpr int kThreads = kRowThreads + kGroups * kGroupThreads;
@@ -76,19 +90,6 @@ struct StreamTypes {
     static constexpr int kMinBlocks = 1;
     static_assert(kStages >= kGroups && kGroupWarps >= kNodeBlocks && kPlaces % kParts == 0);
 };
-
-// Barriers of the stream: a group's own; its keys and queries have been copied; a stage has been
-// filled; it has been read, a barrier for each group that is to fill it next: both may wait for the
-// same stage, the one for its next turn while a warp of the other has yet to come for this one.
-inline constexpr int kGroupBarrier = 1;
-inline constexpr int kCopiedBarrier = kGroupBarrier + kMaxGroups;
-inline constexpr int kFilledBarrier = kCopiedBarrier + kMaxGroups;
-inline constexpr int kReadBarrier = kFilledBarrier + kMaxStages;
-static_assert(kReadBarrier + kMaxStages * kMaxGroups <= 16);
-
-__device__ __forceinline__ int read_barrier(int stage, int group) {
-    return kReadBarrier + stage * kMaxGroups + group;
-}
 
 template <typename Types>
 __device__ __forceinline__ Shared place_stage(int stage) {
@@ -271,7 +272,9 @@ __device__ __forceinline__ void prepare_turns(const VerifyArgs& args, const Grou
     for (int i = at.group, stage = at.group; i < count; i += Types::kGroups) {
         const Shared shared = place_stage<Types>(stage);
         settle_row(args.params, inputs.row, work);
-        if (i >= Types::kStages) sync_at<Types::kStageThreads>(read_barrier(stage, at.group));
+        if (i >= Types::kStages) {
+            sync_at<Types::kStageThreads>(read_barrier(stage, at.group));
+        }
         copy_turn<Types>(args, shared, work, at.thread);
         commit_copies();
         copy_turn_values<Types>(args, shared, work, at.thread);
@@ -293,7 +296,7 @@ __device__ __forceinline__ void prepare_turns(const VerifyArgs& args, const Grou
 
 // ------------------------------------------------------------------ rows
 
-// The copies of a warp's rows of the state, kAhead turns ahead of its work.
+// The copies of a warp's rows of the state, as many turns ahead of its work as the ring holds.
 template <typename Types>
 struct StateCopies {
     using State = typename Types::State;
@@ -412,8 +415,8 @@ __device__ __forceinline__ void multiply_part(const Shared& shared, const unsign
 
 // Stores a lane's rows at all nodes of the call, two of each 8.
 template <typename Types, typename T>
-__device__ __forceinline__ void store_turn(T* to, int node_stride, int max_nodes, int c,
-                                           const Tile<1> (&tiles)[Types::kNodeBlocks]) {
+__device__ __forceinline__ void store_nodes(T* to, int node_stride, int max_nodes, int c,
+                                            const Tile<1> (&tiles)[Types::kNodeBlocks]) {
     T* at = to + 2 * c * node_stride;
 #pragma unroll
     for (int j = 0; j < Types::kHalves; ++j) {
@@ -436,14 +439,14 @@ __device__ __forceinline__ void store_turn(const VerifyArgs& args, const VerifyW
     using Input = typename Types::Input;
     const treewy_tree_verify_params& p = args.params;
     const int c = lane % 4, most = p.tree.max_nodes;
-    store_turn<Types>(static_cast<Input*>(p.out) + at_head(p.out_stride[0], args.out, work, first),
-                      args.out.node, most, c, out);
+    store_nodes<Types>(static_cast<Input*>(p.out) + at_head(p.out_stride[0], args.out, work, first),
+                       args.out.node, most, c, out);
     if (p.u == nullptr) return;
     const int64_t at = at_head(p.u_stride[0], args.u, work, first);
     if (p.u_dtype == TREEWY_FLOAT32) {
-        store_turn<Types>(static_cast<float*>(p.u) + at, args.u.node, most, c, u);
+        store_nodes<Types>(static_cast<float*>(p.u) + at, args.u.node, most, c, u);
     } else {
-        store_turn<Types>(static_cast<__nv_bfloat16*>(p.u) + at, args.u.node, most, c, u);
+        store_nodes<Types>(static_cast<__nv_bfloat16*>(p.u) + at, args.u.node, most, c, u);
     }
 }
 
@@ -480,7 +483,9 @@ __device__ __forceinline__ void apply_both(Tile<1>& first, Tile<1>& second,
 }
 
 // U and o of a warp's rows at all nodes from the sums, in their place. Padded nodes have zeros as
-// long as all is finite; returns whether it is.
+// long as all is finite; returns whether it is. What is not finite in R or T shows in o at every
+// node of its block: in T it has made a whole column of M = C T so. What is not finite in C alone
+// stays at its own node.
 template <typename Types>
 __device__ __forceinline__ bool read_out(const Shared& shared, const VerifyWork& work, int warp,
                                          int lane, TurnSums<Types>& sums) {
@@ -507,7 +512,7 @@ __device__ __forceinline__ bool read_out(const Shared& shared, const VerifyWork&
     return finite;
 }
 
-// A turn once more, where something is not finite.
+// A turn once more, where something is not finite, and zeros of the padded nodes.
 template <typename Types>
 __device__ __noinline__ void verify_again(const VerifyArgs& args, int stage, const Turn& turn,
                                           int warp, int lane) {
@@ -553,7 +558,8 @@ __device__ __forceinline__ void verify_turns(const VerifyArgs& args, int warp, i
         copies.copy(place % Types::kParts, ring + place * Types::kPlaceBytes, lane);
     }
     Turn turn = first_turn(args);
-    int place = 0, stage = 0, group = Types::kStages % Types::kGroups;  // that fills the stage next
+    int place = 0, stage = 0;
+    int next_group = Types::kStages % Types::kGroups;  // the one that fills the stage again
     for (int left = count_turns(args); left > 0; --left, next_turn(args, turn)) {
         copies.enter(args, warp);
         const Shared shared = place_stage<Types>(stage);
@@ -567,9 +573,11 @@ __device__ __forceinline__ void verify_turns(const VerifyArgs& args, int warp, i
         store_turn<Types>(args, work, work.first_row + warp * Types::kWarpRows + 2 * (lane / 4),
                           lane, sums.out, sums.rhs);
         if (__any_sync(kAllLanes, !finite)) verify_again<Types>(args, stage, turn, warp, lane);
-        if (left > Types::kStages) arrive_at<Types::kStageThreads>(read_barrier(stage, group));
+        if (left > Types::kStages) {
+            arrive_at<Types::kStageThreads>(read_barrier(stage, next_group));
+        }
         stage = stage + 1 == Types::kStages ? 0 : stage + 1;
-        group = (group + 1) % Types::kGroups;
+        next_group = next_group + 1 == Types::kGroups ? 0 : next_group + 1;
     }
     wait_copies<0>();
 }

@@ -7,8 +7,9 @@
 // Made to find faults: blocks, and threads between two barriers, run in an order that changes all
 // the time, so that a missing barrier or a race between blocks shows as a wrong result; shared
 // memory starts as NaN or as junk and ends at a page that must not be touched; asynchronous copies
-// land at once or not before they are waited for; a barrier that not all threads reach stops the
-// program. What it does not show: speed, and how memory orders accesses.
+// land at once or not before they are waited for; a barrier that not all threads reach, or that
+// some have been at in vain, stops the program. What it does not show: speed, and how memory orders
+// accesses.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -121,9 +122,10 @@ void shuffle(std::vector<T>* items) {
         std::swap((*items)[i - 1], (*items)[next_random() % i]);
 }
 
-[[noreturn]] inline void die(const char* what) {
-    std::fprintf(stderr, "host_cuda: %s (block %u, thread %d)\n", what, machine.block,
-                 machine.current);
+// `barrier`: its number, where there is one.
+[[noreturn]] inline void die(const char* what, int barrier = 0) {
+    std::fprintf(stderr, "host_cuda: %s (block %u, thread %d, barrier %d)\n", what, machine.block,
+                 machine.current, barrier);
     std::abort();
 }
 
@@ -169,7 +171,9 @@ inline bool release() {
     for (int id = 1; id < kBarriers; ++id) {
         NamedBarrier& barrier = machine.barriers[id];
         if (barrier.expected == 0 || barrier.arrived < barrier.expected) continue;
-        if (barrier.arrived > barrier.expected) die("more threads at a barrier than it is for");
+        if (barrier.arrived > barrier.expected) {
+            die("more threads at a barrier than it is for", id);
+        }
         for (int t = 0; t < machine.threads; ++t) {
             Fiber& fiber = *machine.fibers[t];
             if (fiber.wait == Wait::kNamed && fiber.barrier == id) fiber.wait = Wait::kNone;
@@ -226,8 +230,11 @@ inline void run_block(unsigned block) {
             if (machine.fibers[t]->wait == Wait::kNone) resume(t);
             alive |= machine.fibers[t]->wait != Wait::kDone;
         }
-        if (!alive) return;
+        if (!alive) break;
         if (!release()) die("some threads wait at a barrier that others do not reach");
+    }
+    for (int id = 1; id < kBarriers; ++id) {
+        if (machine.barriers[id].arrived > 0) die("threads said they were at a barrier", id);
     }
 }
 
@@ -485,9 +492,13 @@ inline float fast_reciprocal(float x) { return 1.0f / x; }
 inline void arrive_at(int id, int threads) {
     host_cuda::yield(host_cuda::Wait::kWarp);  // where a warp may be late
     host_cuda::NamedBarrier& barrier = host_cuda::machine.barriers[id];
-    if (barrier.arrived > 0 && barrier.expected != threads) host_cuda::die("threads of a barrier");
+    if (barrier.arrived > 0 && barrier.expected != threads) {
+        host_cuda::die("threads of a barrier", id);
+    }
     // A thread that only says that it is there may come again before the others have come once.
-    if (barrier.who[host_cuda::machine.current]) host_cuda::die("a thread twice at a barrier");
+    if (barrier.who[host_cuda::machine.current]) {
+        host_cuda::die("a thread twice at a barrier", id);
+    }
     barrier.who.set(host_cuda::machine.current);
     barrier.expected = threads;
     ++barrier.arrived;

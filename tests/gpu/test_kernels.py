@@ -75,7 +75,7 @@ def test_verify_equals_the_reference(gpu, nodes, types):
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("nodes", [17, 32, 33, 40, 48])
 def test_verify_by_the_inverse_of_the_whole_matrix(gpu, nodes, dtype):
-    """The kernel of float32 states and 17 to 48 nodes, which takes the wide tile of many blocks."""
+    """The kernel of 17 to 48 nodes, which takes the wide tile of many blocks."""
     for index, decay in enumerate(DECAYS):
         case = TreeCase(
             nodes + index, Dims(4, 8, 128, 128), nodes, dtype=dtype, decay=decay,
@@ -84,6 +84,20 @@ def test_verify_by_the_inverse_of_the_whole_matrix(gpu, nodes, dtype):
         suite.check_verify(gpu, case, pad=((0, 0), (8, 8))[index % 2])
     suite.check_verify_oracle(gpu, case)
     suite.check_verify_poison(gpu, case, float("nan"))
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("nodes", [21, 48])
+def test_verify_by_blocks_of_many_turns(gpu, nodes, state_dtype):
+    """More turns a block than it has stages, on a GPU of up to 160 multiprocessors."""
+    case = TreeCase(
+        nodes, Dims(2, 8, 128, 128), nodes, dtype=BF16, state_dtype=state_dtype, batch=100,
+        slots=110, pads=3,
+    )  # fmt: skip
+    with suite.verify_tile(cuda_library.load_library(), 2):
+        suite.check_verify(gpu, case, pad=(8, 8))
+        suite.check_verify_of_odd_rows(gpu, case)
+        suite.check_verify_huge_keys(gpu, case, 1e25)
 
 
 @pytest.mark.parametrize("types", TYPES, ids=types_id)
