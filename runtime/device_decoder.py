@@ -324,9 +324,9 @@ class DeviceDecoder:
             for request in paired:
                 (token,), hidden = cache.take(_slot(request))
                 arrivals.append(Arrival(_slot(request), token, hidden))
-        known = self._rooted.union(one.slot for one in arrivals)
-        rooted = [r for r in requests if _slot(r) not in known]
         with_pair = {one.slot for one in arrivals}
+        known = self._rooted | with_pair
+        rooted = [r for r in requests if _slot(r) not in known]
         arrivals += [Arrival(_slot(r), r.output_token_ids[-1]) for r in rooted]
         if not arrivals:
             return

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The inverse of a tree's whole matrix, for trees of up to four node blocks. The equations and the
+// The inverse of a tree's whole matrix, for trees of up to three node blocks. The equations and the
 // products are those of tree_verify_kernel.cuh; there U is solved block after block in the
 // registers of every warp. Here a few warps invert I - W once, by the same steps with the identity
 // in place of R, and what they get serves all rows of V:
@@ -240,8 +240,9 @@ struct NodePair {
     int d;
     int e;
 };
+static_assert(kMaxStream <= 3);  // node blocks
 __device__ __forceinline__ NodePair nth_pair(int n) {
-    const int d = n < 1 ? 0 : n < 3 ? 1 : n < 6 ? 2 : 3;
+    const int d = n < 1 ? 0 : n < 3 ? 1 : 2;
     return {d, n - pair_of(d, 0)};
 }
 
