@@ -309,7 +309,8 @@ def measure_all(parser: argparse.ArgumentParser, args: argparse.Namespace) -> di
             if site.setting.policy != points.NONE
         },
     }
-    facts["settings"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    files = ("output", "markdown", "plot", "source")  # of this machine, and nothing of the figures
+    facts["settings"] = {k: v for k, v in vars(args).items() if k not in files}
     started = time.perf_counter()
     model = dummy_model(config, dtype=getattr(torch, args.dtype), device=device, seed=args.seed)
     say(

@@ -99,6 +99,8 @@ class Runtime:
 class ICudaEngine:
     """All methods that the executor uses, over a model that ONNX Runtime runs."""
 
+    _divided = False  # one rank alone, also where a test computes by other means
+
     def __init__(self, runtime, profiles, model):
         self._runtime, self._profiles = runtime, profiles
         # A graph of one of several ranks is cut at its collectives, for a context's group.
