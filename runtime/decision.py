@@ -17,10 +17,9 @@ from trtllm_treewy.draft_tree import DraftTree
 from .acceptance import Acceptance
 from .drafter import Drafter, DraftRoot
 from .request import Request
+from .sampling import FAULT_REASONS, Fault
 
-NOT_FINITE = (
-    "the model's logits are not finite; its weights, or its activations in this type, overflow"
-)
+NOT_FINITE = FAULT_REASONS[Fault.NOT_FINITE]
 
 
 @dataclass(frozen=True)

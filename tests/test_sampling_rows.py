@@ -205,6 +205,18 @@ def test_nothing_left_to_choose_is_said():
     assert "logit_bias" in FAULT_REASONS[Fault.NOTHING_ALLOWED]
 
 
+def test_settings_that_overflow_are_not_the_models_fault():
+    """Metrics count logits that are not finite as an alarm; a client must not ring it."""
+    settings = [{"repetition_penalty": 1e-45}, {"logit_bias": {3: 3e38, 4: 3e38}}, {}]
+    rows = rows_of([SamplingParams(**each) for each in settings])
+    logits = torch.randn(3, VOCAB)
+    logits[0, 5], logits[1, 3] = 1.0, 3e38
+    assert sample(logits, rows).fault.tolist() == [Fault.SETTINGS, Fault.SETTINGS, Fault.NONE]
+    logits[0, 0] = torch.nan
+    assert sample(logits, rows).fault.tolist()[0] == Fault.NOT_FINITE
+    assert "penalties" in FAULT_REASONS[Fault.SETTINGS]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -213,6 +225,7 @@ def test_nothing_left_to_choose_is_said():
         {"temperature": 1.0, "top_p": 5e-324},
         {"temperature": 1e30, "top_p": 1e-12},
         {"top_k": 1},
+        {"temperature": 1e-30, "top_k": 2**70},
         {"temperature": 0, "top_p": 0.5, "top_k": 7},
         {"top_p": 0.0},
         {"temperature": 1.0, "min_p": 1.0},
@@ -395,6 +408,9 @@ def test_tensors_that_do_not_fit_are_refused():
         ({"temperature": INF}, "temperature must be a number >= 0, got inf"),
         ({"top_p": 1.1}, r"top_p must be a number in \[0, 1\], got 1.1"),
         ({"min_p": -0.1}, r"min_p must be a number in \[0, 1\]"),
+        ({"temperature": 1e39}, "temperature must be a number that float32 can hold"),
+        ({"presence_penalty": 10**400}, "presence_penalty must be a number that float32 can hold"),
+        ({"logit_bias": {1: 1e39}}, "logit_bias of token 1 must be a number that float32 can hold"),
         ({"top_k": -1}, "top_k must be an integer >= 0"),
         ({"seed": 2**64}, "seed must be below"),
         ({"seed": -1}, "seed must be"),

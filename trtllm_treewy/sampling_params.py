@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 # Settings of TensorRT-LLM that this version knows but does not carry out: the values that ask for
@@ -35,6 +35,8 @@ _NOT_IN_THIS_VERSION: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncate_prompt_tokens": ((None,), "prompts are never shortened"),
     "spaces_between_special_tokens": ((True,), "the tokenizer's own spacing only"),
 }
+# Settings are computed with in float32.
+_LARGEST = 3.4028234663852886e38
 
 
 @dataclass(kw_only=True)
@@ -289,16 +291,16 @@ def _check_int(name: str, value: object, minimum: int) -> None:
 
 
 def _check_number(
-    name: str, value: object, *, lowest: float = 0.0, highest: float | None = None
+    name: str, value: object, *, lowest: float = 0.0, highest: float = _LARGEST
 ) -> None:
     if value is None:
         return
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        top = inf if highest is None else highest
-        if isfinite(value) and lowest <= value <= top:
-            return
-    if highest is not None:
+    expected = f">= {lowest:g}" if lowest > -inf else "that is finite"
+    if highest != _LARGEST:
         expected = f"in [{lowest:g}, {highest:g}]"
-    else:
-        expected = "that is finite" if lowest == -inf else f">= {lowest:g}"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if max(lowest, -_LARGEST) <= value <= highest:
+            return
+        if _LARGEST < abs(value) < inf:
+            expected = "that float32 can hold"
     raise ValueError(f"SamplingParams: {name} must be a number {expected}, got {value!r}")

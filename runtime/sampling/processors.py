@@ -20,6 +20,7 @@ class Fault(IntEnum):
     NONE = 0
     NOT_FINITE = 1
     NOTHING_ALLOWED = 2
+    SETTINGS = 3
 
 
 FAULT_REASONS = {
@@ -29,6 +30,10 @@ FAULT_REASONS = {
     Fault.NOTHING_ALLOWED: (
         "no token is left to choose: logit_bias, embedding_bias, bad_token_ids and min_tokens "
         "forbid all that the model allows"
+    ),
+    Fault.SETTINGS: (
+        "the request's penalties or biases take the logits beyond what float32 holds; use smaller "
+        "ones"
     ),
 }
 
@@ -78,9 +83,10 @@ def faults(logits: Tensor, adjusted: Tensor) -> Tensor:
     """int8 [rows]: rows with NaN or +inf, or nothing but -inf, and why."""
     # NaN wins a maximum, so one reduction sees all three.
     best, left = logits.amax(-1), adjusted.amax(-1)
-    nothing = torch.where(left == -torch.inf, int(Fault.NOTHING_ALLOWED), int(Fault.NONE))
-    broken = ~best.isfinite() | left.isnan() | (left == torch.inf)
-    return torch.where(broken, int(Fault.NOT_FINITE), nothing).to(torch.int8)
+    fault = torch.where(left == -torch.inf, int(Fault.NOTHING_ALLOWED), int(Fault.NONE))
+    # The model's own logits are sound in these: it is the settings that overflow.
+    fault = torch.where(left.isnan() | (left == torch.inf), int(Fault.SETTINGS), fault)
+    return torch.where(best.isfinite(), fault, int(Fault.NOT_FINITE)).to(torch.int8)
 
 
 def tempered(adjusted: Tensor, rows: SamplingRows) -> Tensor:

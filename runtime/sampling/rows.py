@@ -123,7 +123,7 @@ class SamplingRows:
             rejection=i[:, 1] != 0,
             processed_logprobs=i[:, 2] != 0,
             position=i[:, 3],
-            top_k=torch.where(i[:, 4] > 0, i[:, 4].clamp(max=vocab_size), vocab_size),
+            top_k=torch.where(i[:, 4] > 0, i[:, 4], vocab_size),
             seed=i[:, 5:8],
             temperature=f[:, 0],
             top_p=f[:, 1],
@@ -176,7 +176,8 @@ def _integers(sequence: SequenceSampling, position: int) -> list[int]:
         int(rejection),
         int(params.logprobs_mode == "processed"),
         position,
-        params.top_k or 0,
+        # Here, as what a client asks for may be beyond int64.
+        min(params.top_k or 0, sequence.vocab_size),
         *seed_words(sequence.seed, sequence.sequence),
     ]
 
