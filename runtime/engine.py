@@ -17,7 +17,7 @@ from .buckets import Buckets
 from .decision import NOT_FINITE, Decision, Sampler
 from .device_decoder import DecodedRow, DeviceDecoder
 from .drafter import Drafter, DraftRoot
-from .errors import EngineDeadError
+from .errors import EngineDeadError, TooLongError
 from .executor import Executor, StepOutput
 from .prefix_cache import PrefixCache
 from .request import Request
@@ -104,11 +104,14 @@ class Engine:
         self.stats.waiting = self._scheduler.num_waiting
 
     def check(self, request: Request) -> None:
-        """Raises ValueError if the request could never run, saying which limit to raise."""
+        """Raises ValueError if the request could never run, saying which limit to raise.
+
+        It is a `TooLongError` where the tokens are too many.
+        """
         self._sampler.check(request)
         limits = self._executor.limits
         if request.max_total_tokens > limits.max_seq_len:
-            raise ValueError(
+            raise TooLongError(
                 f"prompt of {len(request.prompt_token_ids)} tokens plus max_tokens="
                 f"{request.params.max_tokens} is {request.max_total_tokens}, expected at most "
                 f"max_seq_len={limits.max_seq_len}"
@@ -116,7 +119,7 @@ class Engine:
         rows = request.max_total_tokens + limits.scratch_rows
         capacity = limits.num_blocks * limits.tokens_per_block
         if self._memory.blocks_needed(request.max_total_tokens) > limits.num_blocks:
-            raise ValueError(
+            raise TooLongError(
                 f"a sequence of {request.max_total_tokens} tokens needs {rows} rows of the KV "
                 f"cache, which has {capacity}; raise kv_cache_config.max_tokens or lower "
                 "max_tokens"

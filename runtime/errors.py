@@ -6,6 +6,10 @@ A prompt or a setting that can never run is a plain ValueError, raised where the
 from __future__ import annotations
 
 
+class TooLongError(ValueError):
+    """Prompt and output together are more than the engine, or its cache, can ever hold."""
+
+
 class RequestError(Exception):
     """A request was not taken, or did not finish; the message says why."""
 

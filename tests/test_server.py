@@ -365,8 +365,9 @@ def ask(local, path="/v1/completions", **body):
 BAD = [
     ({"prompt": None}, "prompt is missing", "prompt"),
     ({"prompt": []}, "prompt is empty", "prompt"),
-    ({"prompt": ""}, "has no tokens", None),
-    ({"prompt": 7}, "prompt must be an array, got an integer", "prompt"),
+    ({"prompt": ""}, "the prompt has no tokens", "prompt"),
+    ({"prompt": ["x", ""]}, "the prompt has no tokens", "prompt"),
+    ({"prompt": 7}, "prompt must be a string or an array, got an integer", "prompt"),
     ({"prompt": [1, "x"]}, r"prompt[1] must be a token id, got a string", "prompt"),
     ({"prompt": ["x", 1]}, r"prompt[1] must be a string, got an integer", r"prompt[1]"),
     ({"prompt": [5000]}, "prompt token 0 is 5000", None),
@@ -384,6 +385,10 @@ BAD = [
     ({"stop": ["x"] * 17}, "stop has 17 texts", "stop"),
     ({"stop_token_ids": [4096]}, "not an id below vocab_size", None),
     ({"logit_bias": {"x": 1}}, "'x' is no token id", "logit_bias"),
+    ({"logit_bias": {"7": 101}}, "logit_bias must be in [-100, 100], got 101", "logit_bias"),
+    ({"logit_bias": {"4096": 1}}, "logit_bias has token id 4096", None),
+    ({"seed": -(2**63) - 1}, "seed must be in [", "seed"),
+    ({"\ud800": 1}, "unknown field", "\ud800"),
     ({"n": 5}, "5 texts were asked for (prompts times n), at most 4", "n"),
     ({"n": 2, "best_of": 3}, "best_of=3 is not supported", "best_of"),
     ({"echo": True}, "echo=true is not supported", "echo"),
@@ -402,6 +407,8 @@ def test_requests_that_are_refused(body, message, param, local):
     error = answer.json()["error"]
     assert message in error["message"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    too_long = "max_seq_len" in message or "at most 40" in message
+    assert (error["code"] == "context_length_exceeded") == too_long
 
 
 CHATS = [
@@ -430,8 +437,11 @@ def test_chat_fields_that_are_refused(local):
         ({"response_format": {"type": "json_object"}}, "output is not constrained"),
         ({"top_logprobs": 2}, "needs logprobs=true"),
         ({"chat_template_kwargs": {"tokenize": True}}, "may not set tokenize"),
+        ({"chat_template_kwargs": {"opening": "\ud800"}}, "is not text that can be encoded"),
     ):
-        answer = local.http.post("/v1/chat/completions", json=body | extra)
+        raw = json.dumps(body | extra)  # httpx itself does not write half a character
+        headers = {"Content-Type": "application/json"}
+        answer = local.http.post("/v1/chat/completions", content=raw, headers=headers)
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
 
@@ -634,6 +644,89 @@ def test_log_probabilities_as_openai_writes_them(llm):
     assert [row["token"] for row in rows] == pieces
     assert bytes(rows[0]["bytes"]).decode() == pieces[0]
     assert rows[0]["top_logprobs"][0]["logprob"] == -0.25
+
+
+def test_log_probabilities_of_parts_of_characters(llm, local):
+    """A character of several tokens: their bytes join to it, and their offsets stand still."""
+    text = "a\U0001f642b"
+    ids = llm.tokenizer.encode(text)
+    emoji = [token for token in ids if "\ufffd" in llm.tokenizer.decode([token])]
+    assert len(emoji) > 1, "this tokenizer has the character in one token"
+    found = {token: _row_of(llm, local, token) for token in emoji}
+    assert len({row["token"] for row in found.values()}) == len(set(emoji))
+    joined = b"".join(bytes(found[token]["bytes"]) for token in emoji)
+    assert joined.decode("utf-8") == "\U0001f642"
+
+    from trtllm_treewy.outputs import CompletionOutput, RequestOutput
+    from trtllm_treewy.runtime.sampling import Logprob
+    from trtllm_treewy.serve.protocol import completion_request
+    from trtllm_treewy.serve.responses import Answer
+
+    request = completion_request({"model": "tiny", "prompt": "x", "logprobs": 2})
+    at = [{token: Logprob(-0.5, 1), emoji[0]: Logprob(-0.5, 1)} for token in ids]
+    at[0][emoji[1]] = Logprob(-1.0, 2)
+    completion = CompletionOutput(text=text, token_ids=ids, finish_reason="stop", logprobs=at)
+    output = RequestOutput(0, None, [1], [completion], finished=True)
+    rows = Answer(request, "tiny", llm.tokenizer).whole([output])["choices"][0]["logprobs"]
+    offsets = dict(zip(rows["text_offset"], rows["tokens"], strict=True))
+    assert offsets[0] == "a"
+    assert offsets[2] == "b"
+    assert len(rows["top_logprobs"][0]) == 2, "two parts of characters do not become one"
+
+
+def _row_of(llm, local, token):
+    """What a chat tells of `token`, which its bias makes the most probable."""
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+    body |= {"logit_bias": {str(token): 100}, "max_tokens": 1, "model": "tiny"}
+    answer = local.http.post("/v1/chat/completions", json=body).json()
+    return answer["choices"][0]["logprobs"]["content"][0]
+
+
+def test_a_token_id_of_too_many_digits_for_python():
+    from trtllm_treewy.serve.errors import ApiError
+    from trtllm_treewy.serve.protocol import completion_request
+
+    body = {"model": "tiny", "prompt": "x", "logit_bias": {"9" * 5000: 1}}
+    with pytest.raises(ApiError, match="is no token id") as caught:
+        completion_request(body)
+    assert (caught.value.status, caught.value.param) == (400, "logit_bias")
+
+
+def test_seeds_may_be_negative(local):
+    """OpenAI's seeds are signed; -1 is the seed 2^64 - 1."""
+    sampling = {"temperature": 1.0, "max_tokens": 8}
+    status, body = ask(local, seed=-1, **sampling)
+    assert status == 200
+    texts = [ask(local, seed=seed, **sampling)[1]["choices"][0]["text"] for seed in (-1, 1)]
+    assert texts[0] == body["choices"][0]["text"] != texts[1]
+
+
+def test_a_large_top_k_keeps_all(local):
+    sampling = {"temperature": 1.0, "seed": 3, "max_tokens": 8}
+    texts = [ask(local, top_k=top_k, **sampling)[1]["choices"][0]["text"] for top_k in (0, 2**70)]
+    assert texts[0] == texts[1]
+
+
+def test_streams_that_never_began_are_ended_too():
+    """The client goes while the head of the answer waits to be sent."""
+    from trtllm_treewy.serve.event_stream import EventStream
+
+    told = []
+
+    async def events():
+        yield b"data: never\n\n"
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(_):
+        await asyncio.sleep(60)
+
+    async def main():
+        await EventStream(events(), lambda: told.append("end"))({"type": "http"}, receive, send)
+
+    asyncio.run(main())
+    assert told == ["end"]
 
 
 # --- the command ---

@@ -22,12 +22,19 @@ from .errors import ApiError
 from .event_stream import ClientGoneError, EventStream, unless_gone
 from .fields import parse_object
 from .protocol import GenerationRequest, chat_request, completion_request
-from .responses import DONE, Answer, event
+from .responses import DONE, Answer, encode, event
 from .service import Service, gather, merge
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 # What nginx logs for a client that has gone; nobody is there to read it.
 CLIENT_GONE = 499
+
+
+class Json(JSONResponse):
+    """JSON as `encode` writes it."""
+
+    def render(self, content: Any) -> bytes:
+        return encode(content)
 
 
 def make_app(service: Service) -> Starlette:
@@ -93,22 +100,22 @@ class _Api:
         numbers = {"running": engine.num_running, "waiting": engine.num_waiting}
         if not engine.alive:
             reason = engine.failure or "the engine thread has ended"
-            return JSONResponse({"status": "failed", "reason": reason} | numbers, 503)
+            return Json({"status": "failed", "reason": reason} | numbers, 503)
         if engine.draining:
-            return JSONResponse({"status": "shutting_down"} | numbers, 503)
-        return JSONResponse({"status": "ok"} | numbers)
+            return Json({"status": "shutting_down"} | numbers, 503)
+        return Json({"status": "ok"} | numbers)
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return Json({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._settings.model_name:
             raise ApiError(404, f"the model {name!r} is not here", code="model_not_found")
-        return JSONResponse(self._model())
+        return Json(self._model())
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -131,9 +138,17 @@ class _Api:
         request = parse(parse_object(await self._body(http)))
         streams = await self._service.start(request)
         answer = Answer(request, self._settings.model_name, self._service.llm.tokenizer)
+
+        def end() -> None:
+            for stream in streams:
+                stream.abort()
+
         if request.stream:
-            return EventStream(_events(streams, answer))
-        return JSONResponse(answer.whole(await unless_gone(http, gather(streams))))
+            return EventStream(_events(streams, answer), end)
+        try:
+            return Json(answer.whole(await unless_gone(http, gather(streams))))
+        finally:
+            end()
 
     async def _body(self, http: Request) -> bytes:
         """The body, refused as soon as it is known to be too long or too slow.
@@ -189,21 +204,18 @@ async def _events(streams: list[RequestStream], answer: Answer) -> AsyncGenerato
             yield event(closing)
     except ApiError as error:
         yield event(error.body())
-    finally:
-        for stream in streams:
-            stream.abort()
     yield DONE
 
 
 async def _api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, headers=error.headers)
+    return Json(error.body(), error.status, headers=error.headers)
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = ApiError(error.status_code, str(error.detail)).body()
-    return JSONResponse(body, error.status_code, headers=dict(error.headers or {}))
+    return Json(body, error.status_code, headers=dict(error.headers or {}))
 
 
 async def _client_gone(_: Request, __: Exception) -> Response:
@@ -212,4 +224,4 @@ async def _client_gone(_: Request, __: Exception) -> Response:
 
 async def _server_error(_: Request, error: Exception) -> Response:
     body = ApiError(500, f"internal error: {type(error).__name__}", code="internal").body()
-    return JSONResponse(body, 500)
+    return Json(body, 500)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -36,14 +36,19 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 class EventStream(Response):
-    """Sends what `events` yields; closes it as soon as the client has gone, or it is cancelled."""
+    """Sends what `events` yields; closes it as soon as the client has gone, or it is cancelled.
+
+    Args:
+        events: what is sent.
+        ended: called at the end, whichever; a generator that was not begun is told of none.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], ended: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._ended = events, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         working = asyncio.ensure_future(self._send(send))
@@ -53,6 +58,7 @@ class EventStream(Response):
             if working.done():
                 working.result()
         finally:
+            self._ended()
             await _cancel(working, watching)
             await self._events.aclose()
 

@@ -185,7 +185,7 @@ def _sampling(fields: Fields, settings: dict[str, Any]) -> None:
         "top_p": fields.number("top_p", 0, 1),
         "presence_penalty": fields.number("presence_penalty", -2, 2),
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "seed": fields.integer("seed", 0, (1 << 63) - 1),
+        "seed": _seed(fields),
         "stop": _stops(fields.take("stop")),
         "logit_bias": _logit_bias(fields.object("logit_bias")),
         # Beyond OpenAI's own:
@@ -226,7 +226,9 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
         raise invalid("prompt", "prompt is missing, expected a string or an array", "missing_field")
     if isinstance(value, str):
         return (expect_text("prompt", value),)
-    items = expect_list("prompt", value)
+    if not isinstance(value, list):
+        raise invalid("prompt", f"prompt must be a string or an array, got {kind_of(value)}")
+    items = value
     if not items:
         raise invalid("prompt", "prompt is empty, expected at least one")
     if isinstance(items[0], int):
@@ -261,13 +263,20 @@ def _stops(value: Any) -> list[str] | None:
 def _logit_bias(value: dict[str, Any] | None) -> dict[int, float] | None:
     if not value:
         return None
-    inner = Fields(value)
     bias = {}
     for token in value:
-        if not token.isdecimal():
-            raise invalid("logit_bias", f"logit_bias: {token!r} is no token id")
-        bias[int(token)] = inner.number(token, -100, 100) or 0.0
+        # Longer ones are ids of no model, and of thousands of digits Python makes no number.
+        if not (token.isdecimal() and len(token) < 20):
+            raise invalid("logit_bias", f"logit_bias: {token[:40]!r} is no token id")
+        inner = Fields({"logit_bias": value[token]})
+        bias[int(token)] = inner.number("logit_bias", -100, 100) or 0.0
     return bias
+
+
+def _seed(fields: Fields) -> int | None:
+    """64 bits; OpenAI's are signed."""
+    seed = fields.integer("seed", -(1 << 63), (1 << 63) - 1)
+    return None if seed is None else seed % (1 << 64)
 
 
 def _messages(value: Any) -> tuple[dict[str, Any], ...]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..outputs import AcceptanceStats, CompletionOutput, RequestOutput
 from .protocol import GenerationRequest
+from .token_text import TokenText
 
 if TYPE_CHECKING:
     from ..runtime.sampling import Logprob
@@ -17,9 +20,14 @@ if TYPE_CHECKING:
 DONE = b"data: [DONE]\n\n"
 
 
+def encode(data: object) -> bytes:
+    """JSON in ASCII: no reader splits a line in it, and half a character can be told, too."""
+    return json.dumps(data, separators=(",", ":")).encode("ascii")
+
+
 def event(data: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False).encode("utf-8") + b"\n\n"
+    return b"data: " + encode(data) + b"\n\n"
 
 
 class Answer:
@@ -29,12 +37,15 @@ class Answer:
     """
 
     def __init__(self, request: GenerationRequest, model: str, tokenizer: Any) -> None:
-        self._request, self._model, self._tokenizer = request, model, tokenizer
+        self._request, self._model, self._token_text = request, model, TokenText(tokenizer)
         prefix = "chatcmpl" if request.is_chat else "cmpl"
         self._id = f"{prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._sent_tokens = [0] * request.num_texts
-        self._sent_text = [0] * request.num_texts
+        # Where the next token begins in each text, whose last character may be unfinished.
+        self._offset = [0] * request.num_texts
+        utf8 = codecs.getincrementaldecoder("utf-8")
+        self._characters = [utf8("replace") for _ in range(request.num_texts)]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer without streaming."""
@@ -129,38 +140,44 @@ class Answer:
         self._sent_tokens[index] = len(completion.token_ids)
         rows = [self._row(token, entry) for token, entry in zip(ids, entries, strict=False)]
         if self._request.is_chat:
-            return {"content": [self._chat_row(row) for row in rows], "refusal": None}
+            content = [
+                row.for_chat() | {"top_logprobs": [top.for_chat() for top in row.best]}
+                for row in rows
+            ]
+            return {"content": content, "refusal": None}
         offsets = []
         for row in rows:
-            offsets.append(self._sent_text[index])
-            self._sent_text[index] += len(row[0])
+            offsets.append(self._offset[index])
+            self._offset[index] += len(self._characters[index].decode(row.data))
         return {
-            "tokens": [text for text, _, _ in rows],
-            "token_logprobs": [logprob for _, logprob, _ in rows],
-            "top_logprobs": [dict(top) for _, _, top in rows],
+            "tokens": [row.text for row in rows],
+            "token_logprobs": [row.logprob for row in rows],
+            "top_logprobs": [{top.text: top.logprob for top in row.best} for row in rows],
             "text_offset": offsets,
         }
 
-    def _row(
-        self, token: int, entry: Mapping[int, Logprob]
-    ) -> tuple[str, float, list[tuple[str, float]]]:
-        """Text and log probability of a token, and those of the most probable ones."""
-        values = {other: at.logprob for other, at in entry.items()}
-        best = sorted(values.items(), key=lambda pair: -pair[1])
+    def _row(self, token: int, entry: Mapping[int, Logprob]) -> _Row:
+        """A token, and the most probable ones in its place."""
+        best = sorted(entry, key=lambda other: -entry[other].logprob)
         wanted = int(self._request.settings["logprobs"])
-        return (
-            self._text(token),
-            values[token],
-            [(self._text(other), value) for other, value in best[:wanted]],
+        return replace(
+            self._token(token, entry),
+            best=tuple(self._token(other, entry) for other in best[:wanted]),
         )
 
-    def _chat_row(self, row: tuple[str, float, list[tuple[str, float]]]) -> dict[str, Any]:
-        text, logprob, top = row
-        return _token(text, logprob) | {"top_logprobs": [_token(*pair) for pair in top]}
-
-    def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
+    def _token(self, token: int, entry: Mapping[int, Logprob]) -> _Row:
+        return _Row(*self._token_text.of(token), entry[token].logprob)
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8"))}
+@dataclass(frozen=True)
+class _Row:
+    """Text, bytes and log probability of a token; `best` are the most probable in its place."""
+
+    text: str
+    data: bytes
+    logprob: float
+    best: tuple[_Row, ...] = ()
+
+    def for_chat(self) -> dict[str, Any]:
+        """As chats write it."""
+        return {"token": self.text, "logprob": self.logprob, "bytes": list(self.data)}

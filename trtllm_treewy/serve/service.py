@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..outputs import RequestOutput
 from ..runtime.async_engine import DEFAULT_MAX_QUEUE, AsyncEngine, Handle, RequestStream
-from ..runtime.errors import RequestError
+from ..runtime.errors import RequestError, TooLongError
 from ..runtime.metrics import Metrics
 from .errors import ApiError, from_request_error, invalid
+from .fields import expect_text
 from .protocol import GenerationRequest
 
 if TYPE_CHECKING:
@@ -97,8 +98,10 @@ class Service:
         handles = await loop.run_in_executor(self._tokenizing, self._handles, request)
         try:
             return self.engine.submit(handles, streaming=request.stream)
-        except ValueError as error:
+        except TooLongError as error:
             raise invalid(None, str(error), "context_length_exceeded") from None
+        except ValueError as error:
+            raise invalid(None, str(error).removeprefix("SamplingParams: ")) from None
         except RequestError as error:
             raise from_request_error(error) from None
 
@@ -141,6 +144,8 @@ class Service:
             ids: Sequence[int] = self.llm.tokenizer.encode(prompt, add_special_tokens=special)
         else:
             ids = prompt
+        if not len(ids):
+            raise invalid("prompt", "the prompt has no tokens, expected at least one")
         if len(ids) > self.max_prompt_tokens:
             raise invalid(
                 "prompt",
@@ -170,7 +175,7 @@ class Service:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise invalid("messages", f"the model's chat template refuses this: {error}") from None
-        return text
+        return expect_text("chat_template_kwargs", text)
 
 
 async def gather(streams: Sequence[RequestStream]) -> list[RequestOutput]:
