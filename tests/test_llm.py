@@ -89,6 +89,11 @@ def test_one_sampling_params_each(llm):
         ({"text": "x"}, "'prompt' or 'prompt_token_ids'"),
         (7, "must be a text, token ids"),
         ([[1], 7], "a prompt is a text"),
+        (b"ab", "inputs must be a text"),
+        ([b"ab"], "a prompt is a text, token ids or a dict, got bytes"),
+        ({"prompt": None}, "a prompt's text must be a string, got NoneType"),
+        ({"prompt": 3}, "a prompt's text must be a string, got int"),
+        ("a\ud800", r"'\\ud800' at 1 is half a character"),
         ([1] * 100, "expected at most max_seq_len=128"),
     ],
 )

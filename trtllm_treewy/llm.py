@@ -380,6 +380,7 @@ class LLM:
     ) -> tuple[str | None, tuple[int, ...]]:
         text, ids = _split_prompt(prompt)
         if ids is None:
+            _check_text(text)
             if self.tokenizer is None:
                 raise ValueError(
                     "a text prompt needs a tokenizer, but skip_tokenizer_init is set; pass token "
@@ -664,7 +665,7 @@ def _load(
 def _is_single(inputs: Any) -> bool:
     if isinstance(inputs, (str, Mapping)):
         return True
-    if not isinstance(inputs, Sequence):
+    if not isinstance(inputs, Sequence) or isinstance(inputs, (bytes, bytearray)):
         raise ValueError(
             f"inputs must be a text, token ids, a dict, or a list of these, got "
             f"{type(inputs).__name__}"
@@ -684,6 +685,19 @@ def _params_for(
     return list(params)
 
 
+def _check_text(text: Any) -> None:
+    """Raises ValueError for what no tokenizer takes, before one raises whatever it may."""
+    if not isinstance(text, str):
+        raise ValueError(f"a prompt's text must be a string, got {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt: {error.object[error.start]!r} at {error.start} is half a character, which no "
+            "tokenizer encodes"
+        ) from None
+
+
 def _split_prompt(prompt: Any) -> tuple[str | None, Sequence[int] | None]:
     """Text and token ids of a prompt in any of its forms; one of them may be None."""
     if isinstance(prompt, str):
@@ -695,6 +709,6 @@ def _split_prompt(prompt: Any) -> tuple[str | None, Sequence[int] | None]:
                 f"a prompt dict has keys 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
             )
         return prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if isinstance(prompt, Sequence):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
         return None, prompt
     raise ValueError(f"a prompt is a text, token ids or a dict, got {type(prompt).__name__}")
