@@ -229,6 +229,26 @@ def test_block_reuse_flags(flags, reuse, fake_llm, model):
 
 
 @pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ((), {}),
+        (("--free-gpu-memory-fraction", "0.4"), {"free_gpu_memory_fraction": 0.4}),
+        (("--memory", "60GB"), {"memory_bytes": 60 * 10**9}),
+    ],
+)
+def test_memory_flags(flags, settings, fake_llm, model):
+    assert run("generate", model, "p", *flags) == 0
+    assert fake_llm.made[0].settings["kv_cache_config"] == KvCacheConfig(**settings)
+
+
+@pytest.mark.parametrize("value", ["0", "1.1", "-1", "all"])
+def test_memory_fractions_that_are_refused(value, capsys):
+    with pytest.raises(SystemExit):
+        arguments.parse(["generate", "MODEL", "p", f"--free-gpu-memory-fraction={value}"])
+    assert "argument --free-gpu-memory-fraction: expected a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("flags", "steps", "ratio"),
     [
         ((), 0, 0.5),

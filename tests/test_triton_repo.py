@@ -254,6 +254,7 @@ SETTINGS = [
     ["--dynamic-tree", "12", "--dynamic-tree-top-k", "3", "--tree-policy", "auto"],
     ["--tensor-parallel-size", "2", "--gpus", "1,3", "--python-executable", "/opt/p/bin/python3"],
     ["--request-timeout", "90"],
+    ["--free-gpu-memory-fraction", "0.45", "--memory", "60000000000"],
     ["--no-cuda-graphs", "--load-format", "dummy"],
     ["--batch-wait-iters", "4", "--batch-wait-max-tokens-ratio", "0.125"],
     ["--cuda-graph-batch-sizes", "1,4", "--no-cuda-graph-padding"],

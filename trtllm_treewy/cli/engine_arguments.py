@@ -15,6 +15,7 @@ from ..llmapi import (
     CudaGraphConfig,
     KvCacheConfig,
 )
+from .sizes import parse_size
 
 DEFAULT_DRAFT_TREE_WIDTHS = (3, 3, 3)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -78,6 +79,19 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> argpa
         metavar="PART",
         help="from 0 to 1: prompts that have this part of a step's tokens (8192) together wait no "
         "longer (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--free-gpu-memory-fraction",
+        type=share,
+        metavar="PART",
+        help="part of the device's free memory (on the CPU, of the machine's) that weights, "
+        "states, caches and steps may take together (default: 0.9)",
+    )
+    engine.add_argument(
+        "--memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="the same as a size, such as 60GB; the smaller of both holds (default: none)",
     )
     engine.add_argument(
         "--block-reuse",
@@ -293,6 +307,14 @@ def part(text: str) -> float:
     value = number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
+    return value
+
+
+def share(text: str) -> float:
+    """A part that is not nothing."""
+    value = part(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
 
 

@@ -32,7 +32,10 @@ def loaded_llm(
 ) -> Iterator[LLM]:
     """The model with its engine, closed at the end."""
     cache = KvCacheConfig(
-        mamba_ssm_cache_dtype=args.state_dtype, enable_block_reuse=args.block_reuse
+        mamba_ssm_cache_dtype=args.state_dtype,
+        enable_block_reuse=args.block_reuse,
+        free_gpu_memory_fraction=args.free_gpu_memory_fraction,
+        memory_bytes=args.memory,
     )
     graphs = graph_settings(args)
     show = not args.quiet and sys.stderr.isatty()
