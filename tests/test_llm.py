@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from checkpoints import hf_config, write_checkpoint
 
 from trtllm_treewy import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
 from trtllm_treewy.batch import PrefillBatch
-from trtllm_treewy.runtime import build
+from trtllm_treewy.runtime import async_engine, build
 
 TREE = {"draft_tree_widths": [2, 2, 2]}
 
@@ -846,3 +848,30 @@ def test_long_texts_are_no_matter_of_the_tokenizer(text_llm, caplog, capfd):
     """transformers warns of texts above its model_max_length; the limit is the engine's."""
     assert len(text_llm.tokenizer.encode("a b " * 5000)) > 8192
     assert "longer than" not in caplog.text + capfd.readouterr().err
+
+
+def test_two_event_loops_share_one_engine_thread(text_llm, monkeypatch):
+    """Both may be the first to need it; two threads would step one engine, and one never end."""
+    made = []
+
+    class Slow(async_engine.AsyncEngine):
+        def __init__(self, *args, **settings):
+            time.sleep(0.1)
+            super().__init__(*args, **settings)
+            made.append(self)
+
+    monkeypatch.setattr(async_engine, "AsyncEngine", Slow)
+    monkeypatch.setattr(text_llm, "_async_engine", None)
+    params = SamplingParams(max_tokens=4)
+    want = text_llm.generate(PROMPT, params).outputs[0].text
+
+    def read(_):
+        return asyncio.run(text_llm.generate_async(PROMPT, params).aresult()).outputs[0].text
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(read, range(2))) == [want] * 2
+    finally:
+        for engine in made:
+            engine.close()
+    assert len(made) == 1

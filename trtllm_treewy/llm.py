@@ -206,6 +206,8 @@ class LLM:
         self._lock = threading.RLock()
         self._handles: dict[int, _Handle] = {}
         self._async_engine: async_engine.AsyncEngine | None = None
+        # Not the engine's lock, for which an event loop would wait a step.
+        self._starting = threading.Lock()
         self._next_id = 0
         self._closed = False
 
@@ -425,13 +427,14 @@ class LLM:
 
     def _adopt(self, handle: _Handle, streaming: bool) -> async_engine.RequestStream:
         """Hands a request over to the engine thread, which is started if need be."""
-        if self._async_engine is None:
-            self._async_engine = async_engine.AsyncEngine(
-                self._engine,
-                lock=self._lock,
-                after_step=self._update_handles,
-                device=self.device,
-            )
+        with self._starting:
+            if self._async_engine is None:
+                self._async_engine = async_engine.AsyncEngine(
+                    self._engine,
+                    lock=self._lock,
+                    after_step=self._update_handles,
+                    device=self.device,
+                )
         self._handles.pop(handle.request.request_id, None)
         return self._async_engine.adopt(handle, streaming=streaming)
 
