@@ -26,6 +26,7 @@ from .errors import (
     RequestError,
     ShuttingDownError,
     StepFailedError,
+    describe,
 )
 from .request import Request
 
@@ -427,7 +428,7 @@ class AsyncEngine:
 
     def _drop(self, stream: RequestStream, error: Exception) -> None:
         """Ends one request for what went wrong with it alone."""
-        self._finish(stream, RequestError(_reason(error)))
+        self._finish(stream, RequestError(describe(error)))
         self.engine.cancel([stream.handle.request])
         self._wake([stream])
 
@@ -447,7 +448,7 @@ class AsyncEngine:
             self._failed_steps = 0
             return
         self._failed_steps += 1
-        reason = _reason(failed)
+        reason = describe(failed)
         if self._failed_steps >= MAX_FAILED_STEPS or _is_final(failed):
             self._die(failed)
             return
@@ -513,7 +514,7 @@ class AsyncEngine:
     def _die(self, error: BaseException) -> None:
         """Nothing will run any more; everyone who waits is told."""
         with self._mail:
-            self.failure = f"the engine has failed: {_reason(error)}"
+            self.failure = f"the engine has failed: {describe(error)}"
         self._end_all(EngineDeadError(self.failure))
 
     def _end_all(self, error: RequestError) -> None:
@@ -544,10 +545,6 @@ class AsyncEngine:
 def _wake_all(streams: Sequence[RequestStream]) -> None:
     for stream in streams:
         stream.wake()
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _is_final(error: BaseException) -> bool:

@@ -147,7 +147,7 @@ class DeviceDecoder:
         self._bring(requests, shape[1])
         appends = self._appends(requests, shape[1])
         rows = [
-            (_slot(request), request.context_len, count)
+            (request.held_slot, request.context_len, count)
             for request, count in zip(requests, nodes, strict=True)
         ]
         longest = max(context for _, context, _ in rows)
@@ -159,10 +159,10 @@ class DeviceDecoder:
 
     def _appends(self, requests: Sequence[Request], width: int) -> bool:
         """Whether a step is to keep pairs that the MTP module has not seen; or it sees them now."""
-        unseen = [r for r in requests if _slot(r) in self._unseen]
+        unseen = [r for r in requests if r.held_slot in self._unseen]
         if not unseen:
             return False
-        most = max(self._pairs.get(_slot(r), 1) for r in requests)
+        most = max(self._pairs.get(r.held_slot, 1) for r in requests)
         if width == 1 and most < self._graphs.buffers.sizes.path:
             return True
         self._run_late(1, unseen)
@@ -306,10 +306,10 @@ class DeviceDecoder:
             return
         made = {slot: drafts.depth_for(nodes) for slot, nodes in self._drafted.items()}
         levels = drafts.depth_for(width)
-        late = [r for r in requests if r.speculation and made.get(_slot(r), 0) < levels]
+        late = [r for r in requests if r.speculation and made.get(r.held_slot, 0) < levels]
         if late:
             self._run_late(width, late)
-            self._drafted |= {_slot(r): width for r in late}
+            self._drafted |= {r.held_slot: width for r in late}
 
     def _adopt(self, requests: Sequence[Request]) -> None:
         """Takes over those that are new here, however many, by two copies and one launch.
@@ -319,15 +319,15 @@ class DeviceDecoder:
         arrivals: list[Arrival] = []
         cache = self._cache
         if cache is not None:
-            paired = [r for r in requests if r.speculation and _slot(r) not in self._pairs]
-            cache.settle(*map(_slot, paired))
+            paired = [r for r in requests if r.speculation and r.held_slot not in self._pairs]
+            cache.settle(*[request.held_slot for request in paired])
             for request in paired:
-                (token,), hidden = cache.take(_slot(request))
-                arrivals.append(Arrival(_slot(request), token, hidden))
+                (token,), hidden = cache.take(request.held_slot)
+                arrivals.append(Arrival(request.held_slot, token, hidden))
         with_pair = {one.slot for one in arrivals}
         known = self._rooted | with_pair
-        rooted = [r for r in requests if _slot(r) not in known]
-        arrivals += [Arrival(_slot(r), r.output_token_ids[-1]) for r in rooted]
+        rooted = [r for r in requests if r.held_slot not in known]
+        arrivals += [Arrival(r.held_slot, r.output_token_ids[-1]) for r in rooted]
         if not arrivals:
             return
         self._graphs.adopt(arrivals)
@@ -337,14 +337,14 @@ class DeviceDecoder:
 
     def _run_late(self, nodes: int, requests: Sequence[Request]) -> None:
         """Enters all pairs of these sequences, and drafts for so many nodes where there are any."""
-        rows = [(_slot(r), r.context_len) for r in requests]
+        rows = [(r.held_slot, r.context_len) for r in requests]
         longest = max(context for _, context in rows)
         self._graphs.run_drafts(nodes, self._graphs.batch_for(len(rows)), longest, rows)
         self._unseen.difference_update(slot for slot, _ in rows)
 
     def release(self, request: Request) -> None:
         """Gives a sequence's verified pairs back to the drafter, if they are here."""
-        slot = _slot(request)
+        slot = request.held_slot
         count = self._pairs.get(slot)
         self.forget(slot)
         if count is None or self._cache is None:
@@ -371,9 +371,3 @@ def chain_of(nodes: int) -> DraftTree:
     return DraftTree(
         (0,) * nodes, tuple(range(-1, nodes - 1)), tuple(-1.0 * n for n in range(nodes))
     )
-
-
-def _slot(request: Request) -> int:
-    if request.slot is None:
-        raise RuntimeError(f"request {request.request_id} holds no slot")
-    return request.slot

@@ -244,8 +244,8 @@ class Engine:
             prefix = admission.prefix
             following = request.token_ids[prefix.num_tokens]
             hidden = self._executor.checkpoint_hidden(prefix.checkpoint).clone()
-            self._drafter.resume(_slot(request), prefix.num_tokens - 1)
-            self._drafter.observe(_slot(request), [following], hidden[None])
+            self._drafter.resume(request.held_slot, prefix.num_tokens - 1)
+            self._drafter.observe(request.held_slot, [following], hidden[None])
 
     def _guard(self, requests: Sequence[Request], run: Callable[[], None]) -> bool:
         """Runs a batch; where that raises, its requests start again alone, or a lone one fails."""
@@ -289,7 +289,7 @@ class Engine:
         batch = PrefillBatch.pack(
             [token for span in spans for token in span],
             [chunk.length for chunk in chunks],
-            [_slot(chunk.request) for chunk in chunks],
+            [chunk.request.held_slot for chunk in chunks],
             [chunk.start for chunk in chunks],
             self._executor.device,
         )
@@ -306,7 +306,7 @@ class Engine:
                 going.append((chunk.request, states[-1]))
         # All prompts enter the drafter's cache in one pass, at which the device is while the next
         # step is planned.
-        self._drafter.settle(*[_slot(r) for r, _ in going if r.speculation and not r.finished])
+        self._drafter.settle(*[r.held_slot for r, _ in going if r.speculation and not r.finished])
         for request, last in going:
             self._save(request, last)
 
@@ -314,7 +314,7 @@ class Engine:
         request, stop = chunk.request, chunk.start + chunk.length + 1
         if request.speculation:
             following = request.token_ids[chunk.start + 1 : stop]
-            self._drafter.observe(_slot(request), following, states)
+            self._drafter.observe(request.held_slot, following, states)
 
     def _choose_first(
         self, chunks: Sequence[PrefillChunk], spans: Sequence[Sequence[int]], logits: Tensor
@@ -363,7 +363,7 @@ class Engine:
         trees = [DraftTree.root_only(spans[row][-1]) for row in rows]
         batch = to_tree_batch(
             trees,
-            [_slot(r) for r in requests],
+            [r.held_slot for r in requests],
             [r.num_computed - 1 for r in requests],
             self._executor.device,
         )
@@ -514,7 +514,7 @@ class Engine:
     def _draft(
         self, requests: Sequence[Request], limit: int | None, trees: dict[int, DraftTree]
     ) -> None:
-        roots = [DraftRoot(_slot(r), r.output_token_ids[-1], r.context_len) for r in requests]
+        roots = [DraftRoot(r.held_slot, r.output_token_ids[-1], r.context_len) for r in requests]
         proposed = self._sampler.propose(self._drafter, requests, roots, limit)
         for request, tree in zip(requests, proposed, strict=True):
             trees[request.request_id] = self._cut(request, tree, limit)
@@ -591,7 +591,7 @@ class Engine:
             rows, nodes = self._buckets.pad(len(trees), max(tree.num_nodes for tree in trees))
         return to_tree_batch(
             trees,
-            [_slot(request) for request in requests],
+            [request.held_slot for request in requests],
             [request.context_len for request in requests],
             self._executor.device,
             pad_nodes_to=nodes,
@@ -622,7 +622,7 @@ class Engine:
             if not request.finished:
                 hidden = output.hidden[row, path]
                 if request.speculation:
-                    self._drafter.observe(_slot(request), tokens, hidden)
+                    self._drafter.observe(request.held_slot, tokens, hidden)
                 self._save(request, hidden[-1])
 
     # ------------------------------------------------------------------------------- the rest
@@ -642,7 +642,7 @@ class Engine:
         """Gives the state to the prefix cache, where it is to be saved."""
         if self._prefixes is None or not self._memory.is_save_point(request):
             return
-        slot, count = _slot(request), request.num_computed
+        slot, count = request.held_slot, request.num_computed
         if request.speculation:
             self._drafter.settle(slot)  # its rows are part of what is kept
         self._prefixes.insert(
@@ -680,9 +680,3 @@ def _batches(
     together = [item for item in items if not request_of(item).isolated]
     alone = [[item] for item in items if request_of(item).isolated]
     return [together, *alone] if together else [*alone]
-
-
-def _slot(request: Request) -> int:
-    if request.slot is None:
-        raise RuntimeError(f"request {request.request_id} holds no slot")
-    return request.slot

@@ -6,6 +6,11 @@ A prompt or a setting that can never run is a plain ValueError, raised where the
 from __future__ import annotations
 
 
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 class TooLongError(ValueError):
     """Prompt and output together are more than the engine, or its cache, can ever hold."""
 

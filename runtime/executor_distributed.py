@@ -19,12 +19,12 @@ from trtllm_treewy.config import ModelConfig
 
 from .acceptance import Acceptance
 from .device_memory import free_memory
-from .errors import EngineDeadError
+from .errors import EngineDeadError, describe
 from .executor import Executor, ExecutorLimits, StepOutput
 from .prefix_cache import CachedPrefix, Pages
 from .process_group import ProcessGroup, make_store
 from .rank_messages import take_tensors
-from .rank_worker import Build, Call, Join, Make, Note, describe, meet
+from .rank_worker import Build, Call, Join, Make, Note, meet
 from .rank_workers import RankWorkers, interrupt_later, threads_of_each
 
 # Seconds that a collective waits for the other ranks.

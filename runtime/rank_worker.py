@@ -22,7 +22,7 @@ import torch
 from trtllm_treewy.model import Collectives, Qwen3_5ForCausalLM
 
 from .device_memory import free_memory
-from .errors import EngineDeadError
+from .errors import EngineDeadError, describe
 from .executor import Executor, ExecutorLimits
 from .executor_torch import TorchExecutor
 from .process_group import ProcessGroup, join_store
@@ -93,11 +93,6 @@ class Failed:
 
     number: int | None
     reason: str
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def main(file_descriptor: int) -> None:

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from .errors import EngineDeadError
+from .errors import EngineDeadError, describe
 from .process_group import ProcessGroup
-from .rank_worker import Call, Failed, Ready, command, describe
+from .rank_worker import Call, Failed, Ready, command
 
 # Seconds in which a fault of one rank must show on all, if it is one of all.
 GRACE = 5.0

@@ -67,6 +67,13 @@ class Request:
     finished_at: float | None = None
 
     @property
+    def held_slot(self) -> int:
+        """The slot, of a request that holds one."""
+        if self.slot is None:
+            raise RuntimeError(f"request {self.request_id} holds no slot")
+        return self.slot
+
+    @property
     def max_total_tokens(self) -> int:
         """Prompt and output at their longest."""
         return len(self.prompt_token_ids) + self.params.max_tokens
@@ -99,13 +106,6 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
-
-    @property
-    def forbidden_until_min_tokens(self) -> frozenset[int]:
-        """Ids that may not be chosen before `min_tokens` tokens are there."""
-        if not self.params.min_tokens:
-            return frozenset()
-        return self.end_ids | frozenset(self.params.stop_ids)
 
     def fail(self, error: str) -> None:
         """Ends the request with an error of its own; others are not concerned."""

@@ -68,7 +68,7 @@ class SequenceMemory:
         return self._seat(request, Match(None, match.num_shared))
 
     def _seat(self, request: Request, match: Match) -> CachedPrefix | bool | None:
-        slot, total = _slot(request), request.num_to_prefill
+        slot, total = request.held_slot, request.num_to_prefill
         if not self._executor.try_allocate(slot, total, match.prefix):
             return False
         prefix = match.prefix
@@ -85,7 +85,7 @@ class SequenceMemory:
 
     def may_grow(self, request: Request) -> bool:
         """Whether a request with a slot may need more blocks than it holds."""
-        held = len(self._executor.pages.blocks(_slot(request)))
+        held = len(self._executor.pages.blocks(request.held_slot))
         return held < self.blocks_needed(request.max_total_tokens)
 
     def try_grow(self, request: Request, ahead: int = 0) -> bool:
@@ -95,7 +95,7 @@ class SequenceMemory:
             request: with its slot.
             ahead: tokens beyond, which a step that is under way may accept.
         """
-        slot = _slot(request)
+        slot = request.held_slot
         num_tokens = min(request.num_computed + ahead, request.max_total_tokens)
         needed = self.blocks_needed(num_tokens)
         held = len(self._executor.pages.blocks(slot))
@@ -114,7 +114,7 @@ class SequenceMemory:
         done = request.num_computed
         if request.prompt_done:
             return (done // self._prefixes.interval + 1) * self._prefixes.interval
-        return next((n for n in self._save_at.get(_slot(request), ()) if n > done), None)
+        return next((n for n in self._save_at.get(request.held_slot, ()) if n > done), None)
 
     def is_save_point(self, request: Request) -> bool:
         """Whether the request is to be saved as it stands."""
@@ -122,15 +122,9 @@ class SequenceMemory:
             return False
         if request.num_computed % self._prefixes.interval == 0:
             return True
-        return request.num_computed in self._save_at.get(_slot(request), ())
+        return request.num_computed in self._save_at.get(request.held_slot, ())
 
     def _fits(self, num_blocks: int) -> bool:
         if self._executor.pages.free_blocks >= num_blocks:
             return True
         return self._prefixes is not None and self._prefixes.make_room(num_blocks)
-
-
-def _slot(request: Request) -> int:
-    if request.slot is None:
-        raise RuntimeError(f"request {request.request_id} holds no slot")
-    return request.slot

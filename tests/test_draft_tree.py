@@ -42,7 +42,6 @@ def test_widths_give_levels_in_order():
     assert topology.parent_ids == (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3)
     assert topology.depths == (0, 1, 1, 1, 2, 2, 2, 2, 2, 2)
     assert topology.levels == ((0,), (1, 2, 3), (4, 5, 6, 7, 8, 9))
-    assert topology.child_rank == (0, 0, 1, 2, 0, 1, 0, 1, 0, 1)
     assert topology.children[2] == (6, 7)
     assert TreeTopology.from_widths([3, 3, 3]).num_nodes == 40
     assert TreeTopology.from_widths([]).parent_ids == (-1,)
@@ -59,7 +58,6 @@ def test_from_parents_accepts_any_order_that_puts_parents_first():
     topology = TreeTopology.from_parents([-1, 0, 1, 0, 2, 3])
     assert topology.depths == (0, 1, 2, 1, 3, 2)
     assert topology.levels == ((0,), (1, 3), (2, 5), (4,))
-    assert topology.child_rank == (0, 0, 0, 1, 0, 0)
 
 
 @pytest.mark.parametrize(

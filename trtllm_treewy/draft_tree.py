@@ -116,18 +116,6 @@ class TreeTopology:
         return tuple(tuple(nodes) for nodes in _children(self.parent_ids))
 
     @cached_property
-    def child_rank(self) -> tuple[int, ...]:
-        """Rank of each node among its siblings: it takes the drafter's rank-th best token.
-
-        The root has rank 0; nothing is drafted for it.
-        """
-        ranks = [0] * self.num_nodes
-        for siblings in self.children:
-            for rank, node in enumerate(siblings):
-                ranks[node] = rank
-        return tuple(ranks)
-
-    @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """Nodes of each depth, by index; `levels[0]` is the root alone."""
         levels: list[list[int]] = [[] for _ in range(self.depth + 1)]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PACKAGE = "tensorrt_llm"
 OLDEST, NEWEST = (1, 0), (1, 2)
 ADVICE = 'pip install "tensorrt-llm>=1.0,<1.3" from NVIDIA\'s package index (docs/trtllm.md)'
 
