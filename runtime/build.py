@@ -150,13 +150,33 @@ def build_engine(
             executor = source.make(limits)
         else:
             executor = TorchExecutor(load(), limits, **options)
+        engine = _engine_over(
+            executor, config, speculation, cache, graphs, max_num_tokens, capture, batch_wait
+        )
     except BaseException:
         if ranks is not None:
             ranks.close()
         raise
+    return engine, _report(sizes, speculation.state_commit, budget)
+
+
+def _engine_over(
+    executor: Executor,
+    config: ModelConfig,
+    speculation: MTPDecodingConfig,
+    cache: KvCacheConfig,
+    graphs: CudaGraphConfig | None,
+    max_num_tokens: int,
+    capture: Callable[[int, int], None] | None,
+    batch_wait: BatchWait | None,
+) -> Engine:
+    """The engine over an executor; see `build_engine`."""
+    limits = executor.limits
     drafter = make_drafter(executor, speculation)
     decoder = make_decoder(executor, drafter, speculation, graphs, max_num_tokens, capture)
-    engine = Engine(
+    # Padding is for graphs and kernels; on a CPU it is work for nothing.
+    padded = executor.device.type != "cpu"
+    return Engine(
         executor,
         drafter,
         make_sampler(config, executor.device, speculation),
@@ -166,10 +186,8 @@ def build_engine(
         policy=make_policy(limits, speculation, None if decoder is None else max_num_tokens),
         batch_wait=batch_wait,
         decoder=decoder,
-        # Padding is for graphs and kernels; on a CPU it is work for nothing.
-        buckets=Buckets(limits.max_batch_size, limits.max_nodes) if device.type != "cpu" else None,
+        buckets=Buckets(limits.max_batch_size, limits.max_nodes) if padded else None,
     )
-    return engine, _report(sizes, speculation.state_commit, budget)
 
 
 def check_speculation(speculation: MTPDecodingConfig, config: ModelConfig) -> None:
@@ -337,6 +355,11 @@ def check_limits(
         check_limit(name, value)
     if max_batch_size is not None and max_batch_size > MAX_BATCH_SIZE:
         raise ValueError(f"max_batch_size is {max_batch_size}, expected at most {MAX_BATCH_SIZE}")
+    if max_batch_size is not None and max_num_tokens < max_batch_size:
+        raise ValueError(
+            f"max_num_tokens is {max_num_tokens}, expected at least max_batch_size "
+            f"({max_batch_size}): every sequence has one token a step"
+        )
     if max_seq_len > config.max_position_embeddings:
         raise ValueError(
             f"max_seq_len is {max_seq_len}, expected at most the model's "
@@ -409,7 +432,8 @@ def plan_memory(
     logits = 0
     if device.type == "cuda":
         logits = 4 * speculation.max_nodes * (vocab_size or config.vocab_size)
-    weights, most = weight_bytes(config, dtype), MAX_AUTO_BATCH
+    # Every sequence has a token in each step.
+    weights, most = weight_bytes(config, dtype), min(MAX_AUTO_BATCH, max_num_tokens)
     if source is not None:
         most = min(most, source.max_batch_size)
         largest = ExecutorLimits(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +221,49 @@ def test_nothing_is_loaded_before_the_plan_holds(monkeypatch):
             max_seq_len=64,
             max_num_tokens=64,
         )
+
+
+def test_a_step_has_a_token_for_every_sequence():
+    """As many sequences as fit are no more than that; a number that is asked for is refused."""
+
+    def build_for(batch, max_num_tokens, load):
+        return build.build_engine(
+            HEAVY,
+            load,
+            MTPDecodingConfig(),
+            KvCacheConfig(tokens_per_block=8),
+            dtype=torch.float32,
+            device=CPU,
+            max_batch_size=batch,
+            max_seq_len=16,
+            max_num_tokens=max_num_tokens,
+        )
+
+    _, report = build_for(None, 5, lambda: tiny_model(config=HEAVY))
+    assert report["max_batch_size"] == 5
+    with pytest.raises(ValueError, match=r"max_num_tokens is 4, .* max_batch_size \(5\)"):
+        build_for(5, 4, lambda: pytest.fail("weights were loaded"))
+
+
+def test_ranks_are_ended_whatever_fails_behind_their_start():
+    ended = []
+    ranks = SimpleNamespace(
+        config=HEAVY, free_memory=None, start=lambda *_: None, close=lambda: ended.append(True)
+    )
+    with pytest.raises(AttributeError):  # what was started is no executor
+        build.build_engine(
+            HEAVY,
+            lambda: pytest.fail("the ranks load"),
+            MTPDecodingConfig(),
+            KvCacheConfig(tokens_per_block=8),
+            dtype=torch.float32,
+            device=CPU,
+            max_batch_size=2,
+            max_seq_len=16,
+            max_num_tokens=16,
+            make_ranks=lambda: ranks,
+        )
+    assert ended == [True]
 
 
 def test_activations_of_a_step_and_of_graphs_are_in_the_plan():
