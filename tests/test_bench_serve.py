@@ -11,7 +11,7 @@ from serving import ENGINE, ENGINE_FLAGS, local_server
 
 from trtllm_treewy import LLM, cli
 from trtllm_treewy.bench import load, report, runner
-from trtllm_treewy.bench.target import RequestResult
+from trtllm_treewy.bench.target import HttpTarget, RequestResult
 from trtllm_treewy.outputs import AcceptanceStats
 
 
@@ -152,6 +152,49 @@ def test_the_load_keeps_its_shape(rate, most):
     assert target.asked == 14
     assert target.most == most if rate is None else target.most > 4
     assert [r.output_tokens for r in measured.results] == [r.output_len for r in requests]
+
+
+EVENTS = [
+    ({"choices": [{"text": "one\u2028line\u0085"}]}, None),
+    ({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}, None),
+    ({"choices": [], "usage": 7}, "an event that is not OpenAI's: TypeError"),
+    ("no JSON", "an event that is not OpenAI's: JSONDecodeError"),
+    ({"error": {"message": "no more"}}, "no more"),
+]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 10_000])
+def test_events_of_other_servers(cut):
+    """In raw UTF-8, and in whatever parts they come; what is wrong is the request's own error."""
+    httpx = pytest.importorskip("httpx")
+
+    def run(events):
+        texts = [e if isinstance(e, str) else json.dumps(e, ensure_ascii=False) for e in events]
+        body = "".join(f"data: {text}\r\n\r\n" for text in texts).encode()
+        parts = [body[i : i + cut] for i in range(0, len(body), cut)]
+
+        async def stream():
+            for part in parts:
+                yield part
+
+        async def main():
+            target = HttpTarget("http://localhost", "m", None)
+            await target.close()
+            answer = httpx.MockTransport(lambda _: httpx.Response(200, content=stream()))
+            target._client = httpx.AsyncClient(base_url="http://localhost", transport=answer)
+            try:
+                return await target.run(load.PlannedRequest("x", 3, 0.0))
+            finally:
+                await target.close()
+
+        return asyncio.run(main())
+
+    well, others = [event for event, error in EVENTS if error is None], EVENTS[2:]
+    result = run([*well, "[DONE]"])
+    assert (result.error, len(result.arrivals)) == (None, 1)
+    assert (result.prompt_tokens, result.output_tokens) == (3, 1)
+    for event, error in others:
+        assert run([*well, event]).error.startswith(error)
 
 
 def test_plot(tmp_path):

@@ -495,6 +495,14 @@ def test_other_paths_and_models(local):
     assert local.http.get("/v1/completions").status_code == 405
 
 
+def test_a_key_may_be_any_text(llm):
+    key = "ключ"
+    with local_server(llm, api_key=key) as local:
+        headers = {"Authorization": f"Bearer {key}".encode()}
+        assert httpx.get(f"{local.url}/v1/models", headers=headers).status_code == 200
+        assert httpx.get(f"{local.url}/v1/models").status_code == 401
+
+
 def test_slow_bodies_are_given_up(llm):
     import socket
 

@@ -28,7 +28,7 @@ from trtllm_treewy.runtime.triton import repository as writing
 from trtllm_treewy.runtime.triton.answers import Answer
 from trtllm_treewy.runtime.triton.interpreter import candidates, find_interpreter
 from trtllm_treewy.runtime.triton.metrics import MetricsMirror
-from trtllm_treewy.runtime.triton.model import TritonResponder, _check_arrays
+from trtllm_treewy.runtime.triton.model import TritonPythonModel, TritonResponder, _check_arrays
 from trtllm_treewy.runtime.triton.places import device_of
 from trtllm_treewy.runtime.triton.requests import check_parameters, parse
 from trtllm_treewy.runtime.triton.settings import parameters_of, read_parameters
@@ -425,6 +425,40 @@ def test_a_sender_is_not_asked_after_its_last_response():
     assert not responder.cancelled()
     responder.send({"text_output": "b"}, final=True)
     assert not responder.cancelled()
+
+
+def test_an_error_in_one_request_is_its_own():
+    class Request:
+        def __init__(self, parameters):
+            self.parameters, self.told = lambda: parameters, []
+
+        def get_response_sender(self):
+            return types.SimpleNamespace(send=lambda response, flags: self.told.append(response))
+
+        def inputs(self):
+            tensor = np.array([[b"x"]], dtype=np.object_)
+            return [types.SimpleNamespace(name=lambda: "text_input", as_numpy=lambda: tensor)]
+
+    class Error(Exception):
+        INTERNAL = "INTERNAL"
+
+        def __init__(self, message, code):
+            super().__init__(code, message)
+
+    model, begun = TritonPythonModel(), []
+    model._model, model._exclude_input = "m", True
+    model._front = types.SimpleNamespace(start=lambda parsed, _: begun.append(parsed))
+    model._utils = types.SimpleNamespace(
+        InferenceResponse=lambda output_tensors, error: error,
+        TritonError=Error,
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+    )
+    requests = [Request("{}"), Request("no JSON"), Request("{}")]
+    model.execute(requests)
+    assert len(begun) == 2
+    (error,) = requests[1].told
+    assert error.args[0] == "INTERNAL"
+    assert "internal error: JSONDecodeError" in error.args[1]
 
 
 PLACES = [

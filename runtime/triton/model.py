@@ -70,6 +70,7 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Starts the requests, and returns at once; responses come as the text does."""
+        from trtllm_treewy.runtime.errors import describe
         from trtllm_treewy.serve.errors import ApiError
 
         for request in requests:
@@ -78,6 +79,8 @@ class TritonPythonModel:
                 parsed = self._parse(request)
             except ApiError as error:
                 responder.fail(error)
+            except Exception as error:  # raised, it would be the answer to all of `requests`
+                responder.fail(ApiError(500, f"internal error: {describe(error)}"))
             else:
                 self._front.start(parsed, responder)
 

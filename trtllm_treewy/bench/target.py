@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..outputs import AcceptanceStats
 from ..runtime.async_engine import AsyncEngine
-from ..runtime.errors import RequestError
+from ..runtime.errors import RequestError, describe
 from ..sampling_params import SamplingParams
 from .load import PlannedRequest
 
@@ -172,9 +172,11 @@ class HttpTarget:
                     text = (await answer.aread()).decode("utf-8", "replace")
                     result.error = f"{answer.status_code}: {_message(text)}"
                     return result
-                await _read_events(answer.aiter_lines(), result)
+                await _read_events(answer.aiter_bytes(), result)
         except self._failures as error:
             result.error = f"{type(error).__name__}: {error}"
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            result.error = f"an event that is not OpenAI's: {describe(error)}"
         if result.error is None and not (result.arrivals and result.output_tokens):
             result.error = "the answer ended without text or without usage"
         return result
@@ -184,9 +186,19 @@ class HttpTarget:
         await self._client.aclose()
 
 
-async def _read_events(lines: AsyncIterator[str], result: RequestResult) -> None:
-    async for line in lines:
-        if not line.startswith("data:") or line[5:].strip() == "[DONE]":
+async def _lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Lines of events. httpx's own are those of text, which U+2028 within an event ends too."""
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
+    yield rest
+
+
+async def _read_events(parts: AsyncIterator[bytes], result: RequestResult) -> None:
+    async for line in _lines(parts):
+        if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
             continue
         data = json.loads(line[5:])
         if data.get("error"):

@@ -86,7 +86,8 @@ class _Api:
         if key is None:
             return
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        same = hmac.compare_digest(shown.strip().encode("utf-8"), key.encode("utf-8"))
+        # Starlette reads headers as Latin-1, whatever they are.
+        same = hmac.compare_digest(shown.strip().encode("latin-1"), key.encode("utf-8"))
         if scheme.lower() != "bearer" or not same:
             raise ApiError(
                 401,
