@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from .config import ModelConfig
-from .engine_config import ONNX, EngineConfig, devices_text
 from .export.checkpoint import load_model, load_rank, resolve_dtype
 from .llmapi import (
     CudaGraphConfig,
@@ -28,25 +27,24 @@ from .llmapi import (
 )
 from .model import Qwen3_5ForCausalLM
 from .model.dummy import dummy_model, dummy_rank
+from .model_directory import ModelDirectory
 from .outputs import CompletionOutput, RequestOutput
+from .prompt_input import PromptInput, check_text, is_single, params_for, split_prompt
 from .rank_config import shard_config
 from .runtime import async_engine
 from .runtime.build import build_engine, check_limit
 from .runtime.detokenizer import Detokenizer
 from .runtime.devices import Devices, devices_of
-from .runtime.engine_files import EngineRank, check_ranks, executor_maker
+from .runtime.engine_files import EngineRank
 from .runtime.executor_distributed import RankGroup
 from .runtime.rank_worker import make_torch_rank
 from .runtime.request import Request
 from .runtime.scheduler import BatchWait
 from .runtime.stats import EngineStats
-from .runtime.trtllm_engine import TrtllmEngine
-from .runtime.trtllm_engine import executor_maker as trtllm_executor_maker
 from .sampling_params import SamplingParams
 from .text_group import MergedStream, TextGroup
 from .tokenizer import end_token_ids, load_tokenizer
 
-PromptInput = str | Sequence[int] | Mapping[str, Any]
 DEFAULT_MAX_SEQ_LEN = 8192
 DEFAULT_GRAPHS = CudaGraphConfig()
 
@@ -144,48 +142,26 @@ class LLM:
         self.tokenizer: Any = None
         if not skip_tokenizer_init:
             self.tokenizer = load_tokenizer(Path(tokenizer or directory))
-        built = EngineConfig.read(directory)
-        trtllm = TrtllmEngine.read(directory)
-        if built is not None:
-            if tensor_parallel_size != 1:
-                check_ranks(built, directory, tensor_parallel_size)
-            tensor_parallel_size = built.tensor_parallel_size
-        if trtllm is not None:
-            _refuse_for_engine(directory, "tensor_parallel_size", tensor_parallel_size, 1)
-        if built is not None or trtllm is not None:
-            _refuse_for_engine(directory, "load_format", load_format, "auto", tensor_parallel_size)
-        if built is not None and built.kind == ONNX and device is None:
+        found = ModelDirectory.read(directory)
+        ranks = found.ranks(tensor_parallel_size, load_format)
+        if found.for_cpu and device is None:
             device = "cpu"
-        devices = devices_of(device, tensor_parallel_size)
+        devices = devices_of(device, ranks)
         self.device = devices[0]
-        if built is not None or trtllm is not None or tensor_parallel_size > 1:
+        if found.is_engine or ranks > 1:
             _warn_of_graphs(graphs, self.device)
         make_ranks: Callable[[], RankGroup] | None = None
-        if tensor_parallel_size > 1 and built is not None:
+        if ranks > 1 and found.built is not None:
             make = EngineRank(directory.absolute(), graphs is not None)
-            make_ranks = partial(
-                RankGroup, shard_config(self.config, tensor_parallel_size), make, devices
-            )
-        elif tensor_parallel_size > 1:
+            make_ranks = partial(RankGroup, shard_config(self.config, ranks), make, devices)
+        elif ranks > 1:
             make_ranks = self._ranks_maker(directory, devices, dtype, load_format, progress)
         if max_seq_len is None:
-            limited = built or trtllm
-            longest = limited.max_seq_len if limited else self.config.max_position_embeddings
-            max_seq_len = min(longest, DEFAULT_MAX_SEQ_LEN)
-        source = None
-        if built is not None:
-            source = executor_maker(
-                directory, built, self.speculation, cache_config, dtype, self.device,
-                graphs=graphs is not None,
-            )  # fmt: skip
-            dtype = built.activation_dtype
-            max_num_tokens = min(max_num_tokens, built.max_num_tokens)
-        if trtllm is not None:
-            source = trtllm_executor_maker(
-                trtllm, self.speculation, cache_config, dtype, self.device
-            )
-            dtype = trtllm.dtype
-            max_num_tokens = min(max_num_tokens, trtllm.max_num_tokens)
+            max_seq_len = min(found.max_seq_len(self.config), DEFAULT_MAX_SEQ_LEN)
+        source = found.source(
+            self.speculation, cache_config, dtype, self.device, graphs=graphs is not None
+        )
+        dtype, max_num_tokens = found.dtype(dtype), found.max_num_tokens(max_num_tokens)
         self._engine, self._memory = build_engine(
             self.config,
             partial(_load, directory, self.config, dtype, self.device, progress, load_format),
@@ -288,9 +264,9 @@ class LLM:
         Raises:
             ValueError: a prompt or a setting is not usable; then nothing was started.
         """
-        single = _is_single(inputs)
+        single = is_single(inputs)
         prompts: Sequence[Any] = [inputs] if single else list(inputs)
-        params = _params_for(prompts, sampling_params)
+        params = params_for(prompts, sampling_params)
         with self._lock:
             groups = self._submit(prompts, params)
             try:
@@ -380,9 +356,9 @@ class LLM:
     def _read_prompt(
         self, prompt: PromptInput, params: SamplingParams
     ) -> tuple[str | None, tuple[int, ...]]:
-        text, ids = _split_prompt(prompt)
+        text, ids = split_prompt(prompt)
         if ids is None:
-            _check_text(text)
+            check_text(text)
             if self.tokenizer is None:
                 raise ValueError(
                     "a text prompt needs a tokenizer, but skip_tokenizer_init is set; pass token "
@@ -631,16 +607,6 @@ def _check_batch_wait(iters: Any, ratio: Any) -> None:
         raise ValueError(f"batch_wait_max_tokens_ratio must be from 0 to 1, got {ratio!r}")
 
 
-def _refuse_for_engine(directory: Path, name: str, value: Any, only: Any, ranks: int = 1) -> None:
-    """Raises ValueError unless a setting has the one value that it can have for an engine."""
-    if value != only:
-        raise ValueError(
-            f"{name} is {value!r}, expected {only!r}: {directory} is an engine for "
-            f"{devices_text(ranks)}, with its weights in it; give the checkpoint that it was built "
-            "from"
-        )
-
-
 def _warn_of_graphs(graphs: CudaGraphConfig | None, device: torch.device) -> None:
     """Warns whoever asked for graphs where the settings of them have no effect."""
     if graphs is not None and graphs is not DEFAULT_GRAPHS and device.type == "cuda":
@@ -663,55 +629,3 @@ def _load(
     if load_format == "dummy":
         return dummy_model(config, dtype=resolve_dtype(dtype, config), device=device)
     return load_model(directory, config, dtype=dtype, device=device, progress=progress)
-
-
-def _is_single(inputs: Any) -> bool:
-    if isinstance(inputs, (str, Mapping)):
-        return True
-    if not isinstance(inputs, Sequence) or isinstance(inputs, (bytes, bytearray)):
-        raise ValueError(
-            f"inputs must be a text, token ids, a dict, or a list of these, got "
-            f"{type(inputs).__name__}"
-        )
-    return bool(inputs) and all(isinstance(item, Integral) for item in inputs)
-
-
-def _params_for(
-    prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"got {len(params)} sampling_params for {len(prompts)} prompts")
-    return list(params)
-
-
-def _check_text(text: Any) -> None:
-    """Raises ValueError for what no tokenizer takes, before one raises whatever it may."""
-    if not isinstance(text, str):
-        raise ValueError(f"a prompt's text must be a string, got {type(text).__name__}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"prompt: {error.object[error.start]!r} at {error.start} is half a character, which no "
-            "tokenizer encodes"
-        ) from None
-
-
-def _split_prompt(prompt: Any) -> tuple[str | None, Sequence[int] | None]:
-    """Text and token ids of a prompt in any of its forms; one of them may be None."""
-    if isinstance(prompt, str):
-        return prompt, None
-    if isinstance(prompt, Mapping):
-        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
-        if unknown or not prompt:
-            raise ValueError(
-                f"a prompt dict has keys 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
-            )
-        return prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-        return None, prompt
-    raise ValueError(f"a prompt is a text, token ids or a dict, got {type(prompt).__name__}")
