@@ -19,8 +19,9 @@ from trtllm_treewy import triton_ops
 from trtllm_treewy.batch import PrefillBatch, carve, packed_bytes, positions_of, upload_into
 from trtllm_treewy.model import StoringStep
 
+from .attention_steps import PagedPrefill, PrefillAttention, PromptPlan
 from .buckets import bucket_sizes
-from .kv_cache import KvCache, PagedPrefill, PrefillAttention, PromptPlan
+from .kv_cache import KvCache
 
 if TYPE_CHECKING:
     from trtllm_treewy.triton_ops.prefill_attention import Tiles

@@ -405,7 +405,7 @@ def test_rows_behind_a_context_are_those_of_the_table():
         offsets = base[:, None] + first + index
         if counts is not None:
             offsets = torch.where(index < counts[:, None], offsets, -1)
-        want = cache._physical(slot, offsets.long())
+        want = cache.physical(slot, offsets.long())
         real = want < cache._sink
         assert torch.equal(got[real], want[real])
         assert (got[~real] >= cache._sink).all()

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trtllm_treewy.runtime.kv_cache import KvCache, PagedAttention
+from trtllm_treewy.runtime.attention_steps import PagedAttention
+from trtllm_treewy.runtime.kv_cache import KvCache
 from trtllm_treewy.topology import ancestor_mask
 
 PAGE = 32
@@ -68,7 +69,7 @@ class PagedCase:
         """The same in float64 by plain torch, before `run`; rows without a block are not seen."""
         kv_heads, groups = self.k.shape[2], self.q.shape[2] // self.k.shape[2]
         rows = torch.arange(int((self.context + self.counts).max()), device=self.q.device)
-        at = self.cache._physical(self.slot, rows.expand(len(self.slot), -1))
+        at = self.cache.physical(self.slot, rows.expand(len(self.slot), -1))
         mask = self._mask(rows) & (at < self.cache._sink)[:, None]
         b, t = self.real.nonzero(as_tuple=True)
         pools = []
@@ -133,7 +134,7 @@ def make_case(
 def _fill(cache: KvCache, slot: Tensor, kept: Tensor) -> None:
     """Random values in the first `kept` rows of each slot, NaN everywhere else."""
     rows = torch.arange(int(kept.max()), device=slot.device)
-    at = cache._physical(slot, rows.expand(len(slot), -1))[rows < kept[:, None]]
+    at = cache.physical(slot, rows.expand(len(slot), -1))[rows < kept[:, None]]
     for pool in (cache.k, cache.v):
         pool.fill_(float("nan"))
         shape = (*pool.shape[:2], len(at), pool.shape[3])

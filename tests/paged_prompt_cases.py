@@ -14,7 +14,8 @@ from paged_attention_cases import _fill, unwritten_is_nan
 from torch import Tensor
 
 from trtllm_treewy.batch import PrefillBatch
-from trtllm_treewy.runtime.kv_cache import KvCache, PagedPrefill
+from trtllm_treewy.runtime.attention_steps import PagedPrefill
+from trtllm_treewy.runtime.kv_cache import KvCache
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class PromptCase:
         batch = self.batch
         count = batch.context_lens_host[row] + batch.seq_lens_host[row]
         index = torch.arange(count, device=self.q.device)[None]
-        return self.cache._physical(torch.full_like(index[:, 0], batch.slots[row]), index)[0]
+        return self.cache.physical(torch.full_like(index[:, 0], batch.slots[row]), index)[0]
 
     def expected(self, scale: float) -> Tensor:
         """The same in float64 by plain torch, from what the cache holds after `run`.

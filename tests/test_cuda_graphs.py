@@ -339,7 +339,7 @@ def test_the_module_has_seen_every_token_whatever_the_sizes(name, seed):
             if engine._decoder is not None:
                 engine._decoder.release(request)
             engine._drafter.settle(request.slot)
-            places = cache._physical(torch.tensor([request.slot]), torch.arange(30)[None])[0]
+            places = cache.physical(torch.tensor([request.slot]), torch.arange(30)[None])[0]
             layer = len(model.config.attention_layers)
             rows.append(torch.cat([cache.k[layer][:, places], cache.v[layer][:, places]]))
     for one, other in zip(rows[:3], rows[3:], strict=True):

@@ -106,7 +106,7 @@ class Model:
         """Every committed row is where a plain run would have put it."""
         for slot in range(self.cache.num_slots):
             length = self.lengths[slot]
-            rows = self.cache._physical(torch.tensor([slot]), torch.arange(length)[None])[0]
+            rows = self.cache.physical(torch.tensor([slot]), torch.arange(length)[None])[0]
             for layer in range(LAYERS):
                 held = self.cache.k[layer][:, rows].transpose(0, 1)
                 assert torch.equal(held, self.k[slot][layer])
@@ -179,7 +179,7 @@ def test_compaction_gathers_before_it_writes():
     target = torch.tensor([[2, 0, 4, 0, 6, 0, 0]])
     result = greedy_accept(tree, target)
     cache.compact(tree.slot, result.path, tree.context_lens)
-    rows = cache._physical(torch.tensor([2]), torch.arange(4)[None])[0]
+    rows = cache.physical(torch.tensor([2]), torch.arange(4)[None])[0]
     for layer in range(LAYERS):
         assert cache.k[layer, 0, rows, 0].tolist() == [layer + x for x in (0.0, 2.0, 4.0, 6.0)]
         assert cache.v[layer, 1, rows, 0].tolist() == [0.0, -2.0, -4.0, -6.0]
@@ -208,7 +208,7 @@ def test_padded_rows_write_nothing():
     tree = tree_batch([[-1], [-1, 0]], [0, -1], [3, 0], pad_nodes_to=4)
     out = cache.verify(tree).attend(0, *random_kv(2, 4), SCALE)
     written = (cache.k[:, :, : cache._sink] != before).any(-1).any(1)
-    row = cache._physical(torch.tensor([0]), torch.tensor([[3]]))[0, 0]
+    row = cache.physical(torch.tensor([0]), torch.tensor([[3]]))[0, 0]
     assert written.nonzero().tolist() == [[0, row.item()]]
     assert out[0, 0].abs().sum() > 0
     assert not out[0, 1:].any()
@@ -252,7 +252,7 @@ def test_an_attended_nan_key_or_context_row_shows():
     out = cache.verify(tree).attend(0, q, k, v, SCALE)
     assert out[0, 1, 0].isnan().all()
     assert out[0, [0, 2]].isfinite().all()
-    context = cache._physical(torch.tensor([1]), torch.tensor([[1]]))[0]
+    context = cache.physical(torch.tensor([1]), torch.tensor([[1]]))[0]
     cache.v[0, 1, context] = NAN
     out = cache.verify(tree).attend(0, q, v, v, SCALE)
     assert out[0, :, HEADS // 2 :].isnan().all()
@@ -349,7 +349,7 @@ def test_new_blocks_are_zero():
     cache.v.fill_(NAN)
     cache.free(1)
     assert cache.try_reserve(0, 4)
-    rows = cache._physical(torch.tensor([0]), torch.arange(4)[None])[0]
+    rows = cache.physical(torch.tensor([0]), torch.arange(4)[None])[0]
     assert not cache.k[:, :, rows].any()
     assert not cache.v[:, :, rows].any()
 
@@ -367,7 +367,7 @@ def test_shared_blocks_are_counted_and_the_last_one_is_copied():
     assert cache.blocks(0)[0] == first[0]
     assert len(set(cache.blocks(0)) & set(first)) == 1
     assert [cache.refs(block) for block in first] == [3, 2, 1]
-    rows = [cache._physical(torch.tensor([s]), torch.arange(8)[None])[0] for s in (0, 1)]
+    rows = [cache.physical(torch.tensor([s]), torch.arange(8)[None])[0] for s in (0, 1)]
     assert torch.equal(cache.k[:, :, rows[0]], cache.k[:, :, rows[1]])
     assert torch.equal(cache.v[:, :, rows[0]], cache.v[:, :, rows[1]])
     cache.free(1)

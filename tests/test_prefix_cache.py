@@ -287,7 +287,7 @@ def test_case_15_a_restored_state_is_the_state_of_the_prefix(model):
     for pool in (executor.state.state, executor.state.conv_state):
         torch.testing.assert_close(pool[:, slot], pool[:, other], atol=1e-5, rtol=1e-5)
     pages = executor.kv_cache
-    rows = [pages._physical(torch.tensor([s]), torch.arange(count)[None])[0] for s in (slot, other)]
+    rows = [pages.physical(torch.tensor([s]), torch.arange(count)[None])[0] for s in (slot, other)]
     layers = slice(0, 1)  # the model's own; the MTP module's rows are the drafter's business
     for pool in (pages.k, pages.v):
         torch.testing.assert_close(pool[layers, :, rows[0]], pool[layers, :, rows[1]])

@@ -84,7 +84,7 @@ def test_tree_attention_is_that_of_torch(kv_heads, groups, dim, nodes, dtype, sp
     cache = make_cache(kv_heads, dim, dtype)
     slot, context, own, q, k, v = random_step(4, nodes, kv_heads, groups, dim, dtype)
     want, offsets = torch_attention(cache, slot, context, own, q, k, v, 0.3)
-    target = cache._physical(slot, offsets)
+    target = cache.physical(slot, offsets)
     got_cache = make_cache(kv_heads, dim, dtype)
     got_cache.k.copy_(cache.k)
     got_cache.v.copy_(cache.v)
@@ -115,11 +115,11 @@ def test_what_is_not_attended_reaches_nobody(splits):
     q, k, v = (torch.randn(2, 4, heads, 16) for heads in (2, 1, 1))
     k[0, 2], v[1, 2] = NAN, NAN
     offsets = context[:, None] + torch.arange(4)
-    behind = cache._physical(slot, offsets[:, -1:] + 1)
+    behind = cache.physical(slot, offsets[:, -1:] + 1)
     cache.k[:, :, behind] = NAN
     cache.v[:, :, behind] = NAN
     cache.k[:, :, cache.num_blocks * PAGE :] = NAN
-    attention.append_rows(k, v, cache.k[0], cache.v[0], cache._physical(slot, offsets))
+    attention.append_rows(k, v, cache.k[0], cache.v[0], cache.physical(slot, offsets))
     got = attention.tree_attention(
         q, cache.k[0], cache.v[0], cache.block_table, slot, context, own, 1.0,
         page=PAGE, num_blocks=cache.num_blocks, tiles=attention.Tiles(16, 16, splits, 4, 2),

@@ -18,7 +18,8 @@ from trtllm_treewy import triton_ops
 from trtllm_treewy.model.mlp import MLP, Experts
 from trtllm_treewy.model.norm import RMSNorm, RMSNormGated
 from trtllm_treewy.model.rotary import apply_rotary, rotary_frequencies, rotary_tables
-from trtllm_treewy.runtime.kv_cache import KvCache, PagedAttention
+from trtllm_treewy.runtime.attention_steps import PagedAttention
+from trtllm_treewy.runtime.kv_cache import KvCache
 
 pytestmark = pytest.mark.gpu
 
