@@ -241,6 +241,12 @@ def test_memory_flags(flags, settings, fake_llm, model):
     assert fake_llm.made[0].settings["kv_cache_config"] == KvCacheConfig(**settings)
 
 
+def test_too_little_memory_is_told_in_flags(shipped_model, capsys):
+    assert run("generate", str(shipped_model), "p", "--memory", "1MB", "--device", "cpu") == 2
+    told = capsys.readouterr().err
+    assert "exceed the 1.0 MiB that may be used on cpu (--memory)" in told
+
+
 @pytest.mark.parametrize("value", ["0", "1.1", "-1", "all"])
 def test_memory_fractions_that_are_refused(value, capsys):
     with pytest.raises(SystemExit):

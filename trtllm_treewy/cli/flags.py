@@ -14,6 +14,7 @@ FLAG_OF_SETTING = {
     "max_draft_len": "--max-draft-len",
     "batch_sizes": "--cuda-graph-batch-sizes",
     "load_format": "--load-format",
+    "kv_cache_config.memory_bytes": "--memory",
     "max_batch_size": "--max-batch-size",
     "max_seq_len": "--max-seq-len",
     "max_tokens": "--max-tokens",
