@@ -161,11 +161,13 @@ class Metrics:
             self._failed_steps.inc()
 
     def _record_acceptance(self, request: Request) -> None:
-        """Counts the verification steps since the last time.
+        """Counts the verification steps since the last time, of a request that may have drafts.
 
         A step that accepted a draft at depth d accepted one at every depth above, so the counts by
         depth hold the whole distribution: `by_depth[d - 1] - by_depth[d]` steps accepted d.
         """
+        if not request.speculation:
+            return  # it asked for no drafts, and says nothing of the drafter
         stats: AcceptanceStats = request.stats
         steps, by_depth, drafted = self._told.get(request.request_id, (0, [], 0))
         if stats.num_steps == steps:

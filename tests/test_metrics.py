@@ -18,6 +18,7 @@ def request(number=0, prompt=(1, 2, 3)):
         prompt_token_ids=prompt,
         output_token_ids=[],
         stats=AcceptanceStats(),
+        speculation=True,
     )
 
 
@@ -55,6 +56,20 @@ def test_acceptance_is_counted_exactly(told_every):
         deep = sum(2 for count in accepted if count >= depth)
         assert found["treewy_accepted_tokens_total", str(depth)] == deep
     assert ("treewy_accepted_tokens_total", "6") not in found
+
+
+def test_requests_that_ask_for_no_drafts_are_no_sign_of_bad_ones():
+    metrics, one, plain = Metrics(), request(0), request(1)
+    plain.speculation = False
+    one.stats.record(14, 3)
+    for _ in range(9):
+        plain.stats.record(0, 0)
+    for each in (one, plain):
+        metrics.advanced(each, 4)
+        metrics.finished(each, "length", 2.0, 0.1)
+    found = samples(metrics)
+    assert found["treewy_verify_steps_total",] == found["treewy_acceptance_length_count",] == 1
+    assert found["treewy_acceptance_length_sum",] == 4
 
 
 def test_a_request_from_arrival_to_end():

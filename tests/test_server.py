@@ -467,23 +467,18 @@ def test_bodies_that_are_refused(local):
 
 
 def test_a_request_may_do_without_drafts(llm, local):
-    from trtllm_treewy.runtime.request import Request
-
     status, body = ask(local, max_tokens=9, speculation=True)
     assert (status, body["speculation"]["num_drafted"] > 0) == (200, True)
     other, plain = ask(local, max_tokens=9, speculation=False, priority=3)
-    if "speculation" not in Request.__dataclass_fields__:
-        assert (other, plain["error"]["param"]) == (400, "priority")
-        return
     assert other == 200
     assert plain["choices"][0]["text"] == body["choices"][0]["text"]
-    assert plain.get("speculation", {"num_drafted": 0})["num_drafted"] == 0
+    assert "speculation" not in plain
 
 
 def test_what_the_engine_keeps_is_in_the_metrics(llm, local):
     ask(local)
     found = samples(local.http.get("/metrics").text)
-    assert ("treewy_kv_blocks", ()) in found or not hasattr(llm._engine, "stats")
+    assert found["treewy_kv_blocks", ()] == llm.stats.kv_blocks_total > 0
 
 
 def test_other_paths_and_models(local):

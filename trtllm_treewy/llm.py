@@ -472,7 +472,7 @@ class _Handle:
             prompt_token_ids=list(request.prompt_token_ids),
             outputs=[completion],
             finished=request.finished,
-            speculation=request.stats if self._drafts else None,
+            speculation=request.stats if self._drafts and request.speculation else None,
             error=request.error,
         )
 

@@ -84,7 +84,7 @@ class EngineTarget:
             llm._engine,
             max_queue=num_requests,
             lock=llm._lock,
-            after_step=getattr(llm, "_update_handles", None),
+            after_step=llm._update_handles,
             device=llm.device,
         )
 

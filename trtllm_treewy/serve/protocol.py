@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..runtime.request import Request
 from ..sampling_params import SamplingParams
 from .errors import invalid
 from .fields import Fields, expect_list, expect_text, kind_of
@@ -25,8 +23,6 @@ _NO_EFFECT = (
     "prompt_cache_retention",
     "store",
 )
-_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-_REQUEST_FIELDS = frozenset(field.name for field in dataclasses.fields(Request))
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class GenerationRequest:
     stream: bool
     include_usage: bool
     wants_logprobs: bool
-    template_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    template_options: dict[str, Any] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
 
     @property
@@ -198,7 +194,7 @@ def _sampling(fields: Fields, settings: dict[str, Any]) -> None:
         "include_stop_str_in_output": fields.boolean("include_stop_str_in_output"),
         "skip_special_tokens": fields.boolean("skip_special_tokens"),
     }
-    settings |= _supported(given, _SAMPLING_FIELDS)
+    settings |= _given(given)
 
 
 def _request_settings(fields: Fields) -> dict[str, Any]:
@@ -209,15 +205,11 @@ def _request_settings(fields: Fields) -> dict[str, Any]:
     }
     if given["speculation"]:
         given["speculation"] = None  # with drafts, where the server has them: as without the field
-    return _supported(given, _REQUEST_FIELDS)
+    return _given(given)
 
 
-def _supported(given: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """The settings that are given; refuses those that the engine does not know."""
-    for name, value in given.items():
-        if value is not None and name not in known:
-            raise invalid(name, f"{name} is not supported in this version")
-    return {name: value for name, value in given.items() if value is not None}
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:

@@ -62,7 +62,7 @@ class Service:
             max_queue=settings.max_queue,
             observer=self.metrics,
             lock=llm._lock,
-            after_step=getattr(llm, "_update_handles", None),
+            after_step=llm._update_handles,
             device=llm.device,
         )
         self.metrics.watch(self.engine)
