@@ -695,6 +695,15 @@ def test_a_token_id_of_too_many_digits_for_python():
     assert (caught.value.status, caught.value.param) == (400, "logit_bias")
 
 
+def test_settings_that_overflow_are_the_clients_fault(local):
+    alarms = local.service.llm.stats.non_finite_logits
+    status, body = ask(local, repetition_penalty=1e-300)
+    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+    assert "penalties or biases" in body["error"]["message"]
+    assert local.service.llm.stats.non_finite_logits == alarms
+    assert ask(local)[0] == 200
+
+
 def test_seeds_may_be_negative(local):
     """OpenAI's seeds are signed; -1 is the seed 2^64 - 1."""
     sampling = {"temperature": 1.0, "max_tokens": 8}

@@ -32,8 +32,8 @@ FAULT_REASONS = {
         "forbid all that the model allows"
     ),
     Fault.SETTINGS: (
-        "the request's penalties or biases take the logits beyond what float32 holds; use smaller "
-        "ones"
+        "the request's penalties or biases take the logits beyond what float32 holds; use less "
+        "extreme ones"
     ),
 }
 

@@ -14,12 +14,16 @@ from ..outputs import RequestOutput
 from ..runtime.async_engine import DEFAULT_MAX_QUEUE, AsyncEngine, Handle, RequestStream
 from ..runtime.errors import RequestError, TooLongError
 from ..runtime.metrics import Metrics
+from ..runtime.sampling import FAULT_REASONS, Fault
 from .errors import ApiError, from_request_error, invalid
 from .fields import expect_text
 from .protocol import GenerationRequest
 
 if TYPE_CHECKING:
     from ..llm import LLM
+
+# What a request's own settings bring about, and what shows only once the logits are there.
+_OF_ITS_SETTINGS = (FAULT_REASONS[Fault.NOTHING_ALLOWED], FAULT_REASONS[Fault.SETTINGS])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +233,8 @@ async def merge(
 
 
 def _sound(output: RequestOutput) -> RequestOutput:
+    if output.error in _OF_ITS_SETTINGS:
+        raise invalid(None, output.error)
     if output.error is not None:
         raise ApiError(500, output.error, code="request_failed")
     return output
