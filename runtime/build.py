@@ -141,6 +141,7 @@ def build_engine(
             "kv_dtype": _kv_dtype(cache, dtype),
             "state_commit": speculation.state_commit,
             "deferred_history": _history(speculation),
+            "max_path": speculation.max_depth + 1,
             **stash,
         }
         executor: Executor

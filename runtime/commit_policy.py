@@ -1,12 +1,13 @@
 """How the recurrent state moves to the accepted node: three policies behind one interface.
 
-A policy verifies trees without writing the committed state, keeps what a commit will need (the
+A policy verifies trees without moving the committed state, keeps what a commit will need (the
 stash, one row a running sequence, all layers in one buffer), and commits once a step:
 
 * `reconstruct`: a commit reads S_0 and writes S_a, from either of two stashes: pseudo-values and
   log decays, or the gates alone beside the raw conv inputs, which are kept in any case.
 * `deferred`: stashes pseudo-values; a commit appends the accepted path to a short history of the
-  slot, which verification takes into account, and rewrites the state only when that is full.
+  slot, which verification takes into account. The state is rewritten only when that is nearly full:
+  by the verification that reads it anyway, or by the commit where that could not.
 * `snapshot`: keeps the whole state of every node and copies one. A baseline and an oracle.
 
 The operators are `torch.ops.treewy.*`; their shapes are in `trtllm_treewy/ops.py`.
@@ -24,6 +25,7 @@ from torch import Tensor
 from trtllm_treewy import ops as ops  # registers torch.ops.treewy
 from trtllm_treewy import triton_ops
 from trtllm_treewy.batch import TreeBatch
+from trtllm_treewy.op_inputs import Folds
 
 DEFAULT_HISTORY_CAPACITY = 16
 PSEUDO_VALUES, INPUTS = "pseudo_values", "inputs"
@@ -166,7 +168,7 @@ class CommitPolicy(ABC):
 
     @abstractmethod
     def verify(self, layer: int, tree: TreeBatch, inputs: GdnInputs) -> Tensor:
-        """Outputs [B, N, HV, V] of one layer; fills the stash, writes no committed state."""
+        """Outputs [B, N, HV, V] of one layer; fills the stash. What is committed stays the same."""
 
     @abstractmethod
     def commit(self, tree: TreeBatch, accepted: Tensor, inputs: TreeInputs) -> None:
@@ -231,7 +233,16 @@ class ReconstructPolicy(CommitPolicy):
         self._g = shape.per_node(shape.value_heads, dtype=dtype)
 
     def verify(self, layer: int, tree: TreeBatch, inputs: GdnInputs) -> Tensor:
-        return self._verify(layer, tree, inputs, (None, None, None, None))
+        out: Tensor = torch.ops.treewy.tree_verify_into(
+            *inputs.as_args(),
+            self.state[layer],
+            tree.slot,
+            tree.parents,
+            tree.num_nodes,
+            _rows(self._u, tree)[layer],
+            _rows(self._g, tree)[layer],
+        )
+        return out
 
     def commit(self, tree: TreeBatch, accepted: Tensor, inputs: TreeInputs) -> None:
         torch.ops.treewy.commit(
@@ -242,21 +253,6 @@ class ReconstructPolicy(CommitPolicy):
             accepted,
             *self._path(tree, accepted, inputs),
         )
-
-    def _verify(
-        self, layer: int, tree: TreeBatch, inputs: GdnInputs, history: tuple[Tensor | None, ...]
-    ) -> Tensor:
-        out: Tensor = torch.ops.treewy.tree_verify_into(
-            *inputs.as_args(),
-            self.state[layer],
-            tree.slot,
-            tree.parents,
-            tree.num_nodes,
-            _rows(self._u, tree)[layer],
-            _rows(self._g, tree)[layer],
-            *history,
-        )
-        return out
 
     def _path(
         self, tree: TreeBatch, accepted: Tensor, inputs: TreeInputs
@@ -322,9 +318,15 @@ class DeferredPolicy(ReconstructPolicy):
         shape, state, stash_dtype: as for `ReconstructPolicy`.
         history_capacity: accepted tokens a slot's history holds, at least the longest path of a
             tree (its depth + 1).
+        max_path: tokens of the longest path of any tree, as far as it is known.
 
     A history is made of what verification left, to the bit: pseudo-values in the stash's type, and
     raw keys where the activations have 16 bits.
+
+    A history that the longest path may not fit behind is folded by the next verification of each
+    layer, where the kernel can; the state and what is left of the history are the same sequence
+    before and after it, so that a tree may be verified again or given up. What verification could
+    not fold, and what became full sooner, the commit folds.
     """
 
     name = "deferred"
@@ -335,8 +337,12 @@ class DeferredPolicy(ReconstructPolicy):
         state: Tensor,
         stash_dtype: torch.dtype | None = None,
         history_capacity: int = DEFAULT_HISTORY_CAPACITY,
+        max_path: int | None = None,
     ) -> None:
         super().__init__(shape, state, stash_dtype)
+        if max_path is not None and max_path < 1:
+            raise ValueError(f"max_path must be >= 1, got {max_path}")
+        self.max_path = max_path
         if history_capacity < 1:
             raise ValueError(f"history_capacity must be >= 1, got {history_capacity}")
         self.history_capacity = history_capacity
@@ -347,6 +353,8 @@ class DeferredPolicy(ReconstructPolicy):
         self._history_k = shape.per_slot(size, shape.key_heads, shape.key_dim, dtype=of_k)
         self._history_g = shape.per_slot(size, shape.value_heads, dtype=dtype)
         self._history_len = torch.zeros(shape.slots, dtype=torch.int32, device=shape.device)
+        sizes = shape.layers, shape.slots, shape.value_heads, shape.value_dim
+        self._folds = Folds.new(*sizes, shape.device)
 
     def check(self, tree: TreeBatch) -> None:
         if tree.parents.device.type != "cpu":
@@ -360,8 +368,32 @@ class DeferredPolicy(ReconstructPolicy):
             )
 
     def verify(self, layer: int, tree: TreeBatch, inputs: GdnInputs) -> Tensor:
-        history = tuple(pool[layer] for pool in self._pools())
-        return self._verify(layer, tree, inputs, (*history, self._history_len))
+        out: Tensor = torch.ops.treewy.tree_verify_folding(
+            *inputs.as_args(),
+            self.state[layer],
+            tree.slot,
+            tree.parents,
+            tree.num_nodes,
+            _rows(self._u, tree)[layer],
+            _rows(self._g, tree)[layer],
+            *(pool[layer] for pool in self._pools()),
+            self._history_len,
+            self._folds.folded[layer],
+            self._folds.folding,
+            self.fold_above(tree),
+        )
+        return out
+
+    def fold_above(self, tree: TreeBatch) -> int:
+        """Histories with more entries are folded by the tree's verification; from shapes alone."""
+        capacity, nodes = self.history_capacity, tree.parents.shape[1]
+        longest = self.max_path
+        if longest is None:
+            if tree.parents.device.type != "cpu":
+                return capacity  # its depth is on the device: the commits fold
+            longest = int(tree.depth.max()) + 1
+        # Less than half full, it would be folded so often that the commits' folds cost no more.
+        return max(capacity - min(longest, nodes), capacity // 2)
 
     def commit(self, tree: TreeBatch, accepted: Tensor, inputs: TreeInputs) -> None:
         torch.ops.treewy.commit_deferred(
@@ -373,19 +405,22 @@ class DeferredPolicy(ReconstructPolicy):
             tree.num_nodes,
             accepted,
             *self._path(tree, accepted, inputs),
+            *self._folds,
         )
 
     def clear(self, slot: int) -> None:
-        for pool in self._pools():
+        for pool in (*self._pools(), self._folds.folded):
             pool[:, slot] = 0
         self._history_len[slot] = 0
+        self._folds.folding[slot] = 0
 
     def materialize(self, slot: Tensor) -> None:
-        torch.ops.treewy.flush_history(self.state, *self._pools(), self._history_len, slot)
+        pools = (*self._pools(), self._history_len)
+        torch.ops.treewy.flush_history(self.state, *pools, slot, *self._folds)
 
     @property
     def pool_bytes(self) -> int:
-        return _bytes([*self._pools(), self._history_len])
+        return _bytes([*self._pools(), self._history_len, *self._folds])
 
     def _pools(self) -> tuple[Tensor, Tensor, Tensor]:
         return self._history_u, self._history_k, self._history_g
@@ -443,6 +478,7 @@ def make_policy(
     state: Tensor,
     *,
     history_capacity: int | None = None,
+    max_path: int | None = None,
     stash: str = PSEUDO_VALUES,
     stash_dtype: torch.dtype | None = None,
 ) -> CommitPolicy:
@@ -451,7 +487,7 @@ def make_policy(
     Args:
         name: `reconstruct`, `deferred` or `snapshot`.
         shape, state: sizes and the state pool.
-        history_capacity: of `deferred`.
+        history_capacity, max_path: of `deferred`.
         stash: what commits work from, "pseudo_values" or "inputs" (`choose_stash`).
         stash_dtype: type of the pseudo-values, where there are any.
 
@@ -468,8 +504,10 @@ def make_policy(
             raise ValueError(f"commit policy {name} cannot work from a stash of inputs")
         return ReconstructInputsPolicy(shape, state)
     options: dict[str, Any] = {}
-    if name == DeferredPolicy.name and history_capacity is not None:
-        options["history_capacity"] = history_capacity
+    if name == DeferredPolicy.name:
+        options["max_path"] = max_path
+        if history_capacity is not None:
+            options["history_capacity"] = history_capacity
     if name != SnapshotPolicy.name:
         options["stash_dtype"] = stash_dtype
     return POLICIES[name](shape, state, **options)

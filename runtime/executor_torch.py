@@ -33,6 +33,7 @@ class TorchExecutor(SequencePools):
         kv_dtype: torch.dtype | None = None,
         state_commit: str = "reconstruct",
         deferred_history: int | None = None,
+        max_path: int | None = None,
         stash: str = PSEUDO_VALUES,
         stash_dtype: torch.dtype | None = None,
     ) -> None:
@@ -49,6 +50,7 @@ class TorchExecutor(SequencePools):
             kv_dtype=kv_dtype or weight.dtype,
             commit=state_commit,
             history=deferred_history,
+            max_path=max_path,
             stash=stash,
             stash_dtype=stash_dtype,
         )

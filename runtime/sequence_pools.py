@@ -26,6 +26,7 @@ def make_state_manager(
     history: int | None,
     stash: str,
     stash_dtype: torch.dtype | None,
+    max_path: int | None = None,
 ) -> StateManager:
     """State pools and stash for `limits`."""
     return StateManager(
@@ -38,6 +39,7 @@ def make_state_manager(
         device=device,
         commit=commit,
         history_capacity=history,
+        max_path=max_path,
         stash=stash,
         stash_dtype=stash_dtype,
         num_checkpoints=limits.num_checkpoints,
@@ -77,7 +79,7 @@ class SequencePools:
         max_nodes: nodes that the state manager's stash is made for; those of `limits` unless given.
         kv_layers: layers of the KV cache; all of the model's and the MTP module's unless given.
         device, activation_dtype, state_dtype, kv_dtype: place and types of the pools.
-        commit, history, stash, stash_dtype: see `StateManager`.
+        commit, history, max_path, stash, stash_dtype: see `StateManager`.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class SequencePools:
         history: int | None,
         stash: str,
         stash_dtype: torch.dtype | None,
+        max_path: int | None = None,
         max_nodes: int | None = None,
         kv_layers: int | None = None,
     ) -> None:
@@ -106,6 +109,7 @@ class SequencePools:
             state_dtype=state_dtype,
             commit=commit,
             history=history,
+            max_path=max_path,
             stash=stash,
             stash_dtype=stash_dtype,
         )

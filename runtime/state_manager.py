@@ -1,7 +1,9 @@
 """Owner of the recurrent and conv state of every sequence, by slot.
 
-A verify pass only reads committed state; `prefill` and `commit` alone write it. One tree is
-pending between `verify` and `commit`; `discard` drops it, which leaves every state as it was.
+A verify pass only reads committed state; `prefill` and `commit` alone write it, but that a deferred
+commit's verification may fold a history into the state it belongs to, which changes where the
+sequence's state is kept and not what it is. One tree is pending between `verify` and `commit`;
+`discard` drops it, which leaves every state as it was.
 
 The conv state needs no snapshots: the window after the accepted node is made of the raw conv
 inputs along its path, which are stashed anyway. The keys a commit needs are computed again from
@@ -39,6 +41,7 @@ class StateManager:
         device: where the pools live.
         commit: `reconstruct`, `deferred` or `snapshot` (see `commit_policy`).
         history_capacity: tokens a slot's history holds (deferred only; 16 where not given).
+        max_path: tokens of the longest path of a tree, where it is known (deferred only).
         stash, stash_dtype: what commits work from (see `commit_policy.make_policy`).
         num_checkpoints: copies of a sequence's state that can be kept (for the prefix cache).
 
@@ -60,6 +63,7 @@ class StateManager:
         device: torch.device | str,
         commit: str = "reconstruct",
         history_capacity: int | None = None,
+        max_path: int | None = None,
         stash: str = PSEUDO_VALUES,
         stash_dtype: torch.dtype | None = None,
         num_checkpoints: int = 0,
@@ -94,6 +98,7 @@ class StateManager:
             shape,
             self.state,
             history_capacity=history_capacity,
+            max_path=max_path,
             stash=stash,
             stash_dtype=stash_dtype,
         )

@@ -369,6 +369,110 @@ def test_histories_fold_by_tensor_cores(host, capacity, types):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
+@pytest.mark.parametrize("capacity", [1, 16, 31])
+def test_verification_folds_histories(host, host_library, capacity, types):
+    """Both tiles: a block has one flag or two; two key heads, three blocks a head; padded rows."""
+    for index, (nodes, dims) in enumerate(((7, Dims(1, 2, 128, 128)), (16, Dims(2, 2, 128, 192)))):
+        case = TreeCase(
+            capacity + nodes, dims, nodes, dtype=types[0], state_dtype=types[1], layers=2, batch=4,
+            decay=DECAYS[(capacity + index) % 3], pads=index,
+        )  # fmt: skip
+        stash = F32 if index else types[1]
+        for tile in (1, 2) if (types[1], index) == (BF16, 0) else (1,):
+            with suite.verify_tile(host_library, tile):
+                suite.check_folding(host, case, capacity=capacity, stash=stash)
+
+
+@pytest.mark.parametrize(
+    ("dims", "nodes", "dtype", "state_dtype", "tile", "pad"),
+    [
+        (Dims(1, 2, 64, 64), 9, BF16, BF16, 1, None),  # K = 64
+        (Dims(1, 1, 128, 64), 20, BF16, F32, 1, None),  # two node blocks
+        (Dims(1, 1, 128, 128), 9, F32, F32, 1, None),
+        (Dims(1, 1, 128, 128), 9, BF16, F32, 2, None),  # the wide tile of a float32 state
+        (Dims(1, 1, 128, 64), 9, F16, BF16, 1, (1, 1)),  # odd addresses
+    ],
+)
+def test_verification_that_cannot_fold_leaves_histories(
+    host, host_library, dims, nodes, dtype, state_dtype, tile, pad
+):
+    case = TreeCase(nodes, dims, nodes, dtype=dtype, state_dtype=state_dtype, layers=2, pads=1)
+    with suite.verify_tile(host_library, tile):
+        suite.check_folding(host, case, capacity=12, stash=state_dtype, folds=False, pad=pad)
+
+
+@pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
+def test_commits_meet_what_verification_has_folded(host, types):
+    """Of all layers, of some and of none, in one batch; kernels that cannot fold heed the flags."""
+    seen = set()
+    for seed, dims in enumerate((Dims(1, 2, 128, 64), Dims(2, 2, 128, 64), Dims(1, 1, 128, 128))):
+        options = {
+            "dtype": types[0], "state_dtype": types[1], "layers": 3, "batch": 5, "slots": 7,
+        }  # fmt: skip
+        case = TreeCase(seed, dims, (9, 6, 16)[seed], pads=seed % 2, **options)
+        other = TreeCase(seed + 9, dims, 18, **options)
+        other.slot, other.state = case.slot, case.state
+        seen |= suite.check_deferred_folding(
+            host, case, capacity=(11, 16, 32)[seed], stash=types[1],
+            other=other if seed == 0 else None,
+        )  # fmt: skip
+    assert seen == {"all", "some", "none"}
+
+
+def test_one_sequence_is_folded_by_several_blocks(host, host_library):
+    """Batch 1: the narrow tile, by which V of a head is shared out among blocks."""
+    case = TreeCase(3, Dims(1, 2, 128, 256), 8, dtype=BF16, state_dtype=BF16, layers=2, batch=1)
+    suite.check_deferred_folding(host, case, capacity=9, stash=BF16)
+    suite.check_folding(host, case, capacity=9, stash=BF16)
+
+
+def test_folds_of_what_is_not_finite_come_last(host):
+    """Rows that are done again by the recurrence read the state before it is written."""
+    case = TreeCase(2, Dims(1, 1, 128, 128), 9, dtype=BF16, state_dtype=BF16, batch=2, slots=3)
+    case.raw[0]["k"][:, 8] = 1e25
+    case.parents[:], case.parents[:, 0] = 0, -1
+    case.num_nodes[:] = 9
+    pools = suite.FoldingPools(host, case, 20, BF16)
+    history = suite.random_history(case, 20, stash=BF16)
+    history[3][:] = 18
+    for ours, there in zip(pools.history, history, strict=True):
+        ours.copy_(there.nan_to_num())
+    plain = suite.run_verify(host, case, history=[x[0] for x in pools.history[:3]] + [history[3]])
+    flushed, copies = pools.state.clone(), [x.clone() for x in pools.history]
+    host.call("flush_history", flushed, *copies, case.slot)
+    u, g = torch.empty_like(plain[1]), torch.empty_like(plain[2])
+    args = (*case.raw[0].values(), pools.state[0], *case.trees, u, g)
+    of_layer = [x[0] for x in pools.history[:3]] + pools.history[3:]
+    out = host.call("tree_verify_folding", *args, *of_layer, pools.folds[0][0], pools.folds[1], 16)
+    assert out[:, :8].isfinite().all()
+    for mine, there in zip((out, u, g), plain, strict=True):
+        assert suite.same_bits(mine, there)
+    assert suite.same_bits(pools.state, flushed)
+
+
+def test_folds_by_other_kernels_than_tensor_cores_heed_the_flags(host):
+    """A commit whose histories are long or have float32 keys; V that no flag divides."""
+    for seed, (dims, capacity, dtype) in enumerate(
+        (
+            (Dims(1, 2, 64, 200), 40, BF16),
+            (Dims(1, 1, 24, 72), 9, F32),
+            (Dims(2, 2, 64, 48), 9, BF16),
+        )
+    ):
+        for state_dtype in (F32, BF16):
+            suite.check_flush_of_flags(
+                host, TreeCase(seed, dims, 5, dtype=dtype, state_dtype=state_dtype, layers=3,
+                               batch=4, slots=6),
+                capacity=capacity,
+            )  # fmt: skip
+
+
+def test_folding_arguments_are_checked(host, host_library):
+    case = TreeCase(1, Dims(1, 1, 64, 64), 3, layers=1)
+    suite.check_folding_arguments(host, case, host_library)
+
+
 def test_folds_by_blocks_of_several_key_heads(host):
     """160 key heads a row, which 103 blocks share: keys are staged again for the next."""
     case = TreeCase(

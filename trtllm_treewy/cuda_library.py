@@ -15,11 +15,12 @@ from typing import Any
 
 LIBRARY_NAME = "libtreewy.so"
 LIBRARY_VARIABLE = "TREEWY_LIBRARY"
-VERSION = 4
+VERSION = 5
 
 MAX_NODES = 128
 MAX_HEAD_DIM = 256
 MAX_CONV_WIDTH = 8
+FOLD_ROWS = 64
 
 # treewy_status and treewy_dtype
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR = range(4)
@@ -91,6 +92,9 @@ class History(ctypes.Structure):
         ("u_dtype", c_int32),
         ("k_dtype", c_int32),
         ("reserved", c_int32),
+        ("folded", c_void_p),
+        ("folding", c_void_p),
+        ("folded_stride", _strides(2)),
     ]
 
 
@@ -312,6 +316,8 @@ class TreeVerifyParams(ctypes.Structure):
         ("gate_dtype", c_int32),
         ("u_dtype", c_int32),
         ("tile", c_int32),
+        ("fold_above", c_int32),
+        ("reserved", c_int32),
     ]
 
 

@@ -10,7 +10,8 @@ channels, and bytes(x) the size of an element of x:
   `L * N * (2 * HV + C) * bytes(activation)` (two raw gates a head, the raw conv inputs)
 - deferred adds to the stash of pseudo-values the history of H accepted tokens that a slot keeps:
   `L * H * (HV * V * bytes(u) + HK * K * bytes(key) + 4 * HV)`, keys in 2 bytes beside 16-bit
-  activations and in 4 otherwise, and a 4-byte length
+  activations and in 4 otherwise, a 4-byte length, and what of it verification has folded:
+  `L * HV * ceil(V / 64)` flags of a byte and one of 4
 - KV cache: `attention layers * 2 * kv heads * head_dim * bytes(kv)` a token, and the same for the
   MTP module's own layer; it is taken in blocks of T tokens, for the sequence and for R rows that
   are not committed yet (the nodes of a tree)
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config import ModelConfig
+from .cuda_library import FOLD_ROWS
 from .draft_tree import TreeTopology
 from .llmapi import STATE_COMMITS
 
@@ -278,6 +280,7 @@ def plan(
     conv_inputs = config.conv_dim * activation_bytes
     key_bytes = 2 if activation_bytes == 2 else 4
     entry = config.value_dim * stash_bytes + config.key_dim * key_bytes + 4 * heads
+    folded = heads * -(-config.linear_value_head_dim // FOLD_ROWS)  # flags; 8 bytes for the slot
     conv_state = layers * window * config.conv_dim * activation_bytes
     return MemoryPlan(
         num_nodes=nodes,
@@ -293,7 +296,7 @@ def plan(
         stash_kind=stash,
         pseudo_values=layers * nodes * (config.value_dim * stash_bytes + 4 * heads + conv_inputs),
         inputs=layers * nodes * (2 * heads * activation_bytes + conv_inputs),
-        history_pool=layers * history * entry + 4,
+        history_pool=layers * (history * entry + folded) + 8,
         kv_cache_per_token=len(config.attention_layers) * kv_per_layer,
         draft_kv_cache_per_token=config.mtp_num_hidden_layers * kv_per_layer,
         conv_inputs=layers * nodes * conv_inputs,

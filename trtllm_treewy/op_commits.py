@@ -12,6 +12,7 @@ from . import op_checks, reference
 from .op_inputs import (
     STATE_LAYOUT,
     Commit,
+    Folds,
     History,
     TreePlan,
     Writes,
@@ -21,6 +22,9 @@ from .op_inputs import (
     write_entries,
 )
 from .op_stash import InputStash, Stash
+
+_DEFERRED_POOLS = ("state", "history_u", "history_k", "history_g", "history_len")
+_DEFERRED_POOLS += ("history_folded", "history_folding")
 
 
 @torch.library.custom_op("treewy::commit", mutates_args=("state",))
@@ -148,10 +152,7 @@ def _check_inputs(
     stash.check(op, state, parents.shape)
 
 
-@torch.library.custom_op(
-    "treewy::commit_deferred",
-    mutates_args=("state", "history_u", "history_k", "history_g", "history_len"),
-)
+@torch.library.custom_op("treewy::commit_deferred", mutates_args=_DEFERRED_POOLS)
 def commit_deferred(
     state: Tensor,
     history_u: Tensor,
@@ -165,8 +166,12 @@ def commit_deferred(
     u: Tensor,
     k: Tensor,
     g: Tensor,
+    history_folded: Tensor | None = None,
+    history_folding: Tensor | None = None,
 ) -> None:
     """Appends the accepted paths to the histories; a history without room is folded in first.
+
+    So is what is left of a history that `tree_verify_folding` has begun to fold.
 
     Args:
         state: [L, slots, HV, V, K], written only where a history is folded in.
@@ -176,6 +181,8 @@ def commit_deferred(
         history_g: [L, slots, H, HV], each entry's own log decay.
         history_len: int32 [slots], shared by the layers.
         slot, parents, num_nodes, accepted, u, k, g: as for `commit`.
+        history_folded, history_folding: uint8 [L, slots, HV, ceil(V / 64)] and int32 [slots], what
+            verification has folded already; zeros behind it for the rows that move. Both or none.
 
     Raises:
         ValueError: also if a path has more than H nodes.
@@ -183,7 +190,8 @@ def commit_deferred(
     op = "commit_deferred"
     history, stash = History(history_u, history_k, history_g, history_len), Stash(u, k, g)
     goal = Commit(slot, parents, num_nodes, accepted)
-    _check_deferred(state, *history, *goal, *stash)
+    _check_deferred(state, *history, *goal, *stash, history_folded, history_folding)
+    folds = Folds.from_optional(op, history_folded, history_folding)
     plan = goal.trees.plan()
     active = goal.active(op, plan, state.shape[1])
     if goal.is_empty(state.shape[1]):
@@ -197,8 +205,10 @@ def commit_deferred(
             f"more than the history holds ({history_u.shape[2]})"
         )
     active = active & fits
-    full = active & (read_rows(history_len, slot) + added > history_u.shape[2])
-    _fold(state, history, slot, full)
+    full = read_rows(history_len, slot) + added > history_u.shape[2]
+    if folds is not None:
+        full |= read_rows(folds.folding, slot) != 0
+    _fold(state, history, folds, slot, active & full)
     _append(history, goal, plan, Writes.of(active, slot), stash)
 
 
@@ -216,6 +226,8 @@ def _check_deferred(
     u: Tensor,
     k: Tensor,
     g: Tensor,
+    history_folded: Tensor | None = None,
+    history_folding: Tensor | None = None,
 ) -> None:
     op = "commit_deferred"
     Commit(slot, parents, num_nodes, accepted).check(op, state.device)
@@ -223,6 +235,9 @@ def _check_deferred(
     history = History(history_u, history_k, history_g, history_len)
     history.check(op, state, k.shape[3])
     history.check_keys(op, k)
+    folds = Folds.from_optional(op, history_folded, history_folding)
+    if folds is not None:
+        folds.check(op, state)
 
 
 def _path_lengths(goal: Commit, plan: TreePlan) -> Tensor:
@@ -250,24 +265,38 @@ def _append(history: History, goal: Commit, plan: TreePlan, writes: Writes, stas
     writes.into(history.length, length + valid.sum(-1))
 
 
-def _fold(state: Tensor, history: History, slot: Tensor, active: Tensor) -> None:
+def _fold(
+    state: Tensor, history: History, folds: Folds | None, slot: Tensor, active: Tensor
+) -> None:
     """Folds the histories of the active rows into their states and empties them."""
     writes = Writes.of(active & (read_rows(history.length, slot) > 0), slot)
     if not writes:
         return
-    dtype = compute_dtype(state)
-    for layer, pool in enumerate(state):
-        u, k, g = (x[layer].index_select(0, writes.slots).to(dtype) for x in history[:3])
-        before = pool.index_select(0, writes.slots).to(dtype)
-        entries = history.entries(u, k, g, history.length[writes.slots])
-        writes.into(pool, reference.fold_history(before, entries))
+    for layer in range(state.shape[0]):
+        of_layer = History(*(x[layer] for x in history[:3]), history.length)
+        # The rows that verification has folded are there; the others are known here.
+        known = None if folds is None else Folds(folds.folded[layer], folds.folding)
+        fold_layer(state[layer], of_layer, known, writes)
     writes.into(history.length, torch.zeros_like(writes.slots))
+    if folds is not None:
+        for flags in folds.folded:
+            writes.into(flags, torch.zeros_like(flags[writes.slots]))
+        writes.into(folds.folding, torch.zeros_like(writes.slots))
 
 
-@torch.library.custom_op(
-    "treewy::flush_history",
-    mutates_args=("state", "history_u", "history_k", "history_g", "history_len"),
-)
+def fold_layer(pool: Tensor, history: History, folds: Folds | None, writes: Writes) -> None:
+    """Folds a layer's histories of the rows into their states, but those that are there already."""
+    dtype = compute_dtype(pool)
+    u, k, g = (x.index_select(0, writes.slots).to(dtype) for x in history[:3])
+    before = pool.index_select(0, writes.slots)
+    entries = history.entries(u, k, g, history.length[writes.slots])
+    after = reference.fold_history(before.to(dtype), entries).to(pool.dtype)
+    if folds is not None:
+        after = torch.where(folds.of(writes.slots)[:, None, None, None], before, after)
+    writes.into(pool, after)
+
+
+@torch.library.custom_op("treewy::flush_history", mutates_args=_DEFERRED_POOLS)
 def flush_history(
     state: Tensor,
     history_u: Tensor,
@@ -275,19 +304,24 @@ def flush_history(
     history_g: Tensor,
     history_len: Tensor,
     slot: Tensor,
+    history_folded: Tensor | None = None,
+    history_folding: Tensor | None = None,
 ) -> None:
     """Folds the histories of the slots into their states now, and empties them.
 
     Args:
-        state, history_u, history_k, history_g, history_len: as for `commit_deferred`.
+        state, history_u, history_k, history_g, history_len, history_folded, history_folding: as
+            for `commit_deferred`.
         slot: int32 [B], -1 rows are skipped.
     """
-    _check_flush(state, history_u, history_k, history_g, history_len, slot)
+    pools = (history_u, history_k, history_g, history_len)
+    _check_flush(state, *pools, slot, history_folded, history_folding)
     if slot.is_cpu:
         op_checks.slot_values("flush_history", slot, state.shape[1], unique=True)
     if slot.shape[0] == 0 or state.shape[1] == 0:
         return
-    _fold(state, History(history_u, history_k, history_g, history_len), slot, slot >= 0)
+    folds = Folds.from_optional("flush_history", history_folded, history_folding)
+    _fold(state, History(*pools), folds, slot, slot >= 0)
 
 
 @flush_history.register_fake
@@ -298,6 +332,8 @@ def _check_flush(
     history_g: Tensor,
     history_len: Tensor,
     slot: Tensor,
+    history_folded: Tensor | None = None,
+    history_folding: Tensor | None = None,
 ) -> None:
     op = "flush_history"
     op_checks.expect_dims(op, "state", state, f"layers, {STATE_LAYOUT}")
@@ -306,6 +342,9 @@ def _check_flush(
     History(history_u, history_k, history_g, history_len).check(op, state, history_k.shape[3])
     op_checks.expect_dims(op, "slot", slot, "batch")
     op_checks.expect_index(op, "slot", slot, "batch", slot.shape, state.device)
+    folds = Folds.from_optional(op, history_folded, history_folding)
+    if folds is not None:
+        folds.check(op, state)
 
 
 @torch.library.custom_op("treewy::commit_snapshot", mutates_args=("state",))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import op_checks, reference, topology
+from .cuda_library import FOLD_ROWS  # rows of V of a flag
 from .op_checks import expect, expect_dims, expect_index
 
 STATE_LAYOUT = "slots, HV, V, K"
@@ -73,6 +74,58 @@ class Projections(NamedTuple):
         return q, k, self.v.to(dtype), g, beta
 
 
+class Folds(NamedTuple):
+    """Which histories verification has folded into the state, of one layer or of all.
+
+    Attributes:
+        folded: uint8 [(layers,) slots, HV, P], 1 where the state holds all entries already; P parts
+            of `FOLD_ROWS` rows of V, all of a slot and layer alike.
+        folding: int32 [slots], 1 where the state of any layer does.
+    """
+
+    folded: Tensor
+    folding: Tensor
+
+    @classmethod
+    def from_optional(cls, op: str, folded: Tensor | None, folding: Tensor | None) -> Folds | None:
+        """None if both are None; ValueError if one is."""
+        if folded is None and folding is None:
+            return None
+        if folded is None or folding is None:
+            raise ValueError(
+                f"treewy::{op}: history_folded and history_folding go together, got one of the two"
+            )
+        return cls(folded, folding)
+
+    @classmethod
+    def new(cls, layers: int, slots: int, heads: int, dim: int, device: torch.device) -> Folds:
+        """Of pools in which nothing is folded."""
+        shape = (layers, slots, heads, -(-dim // FOLD_ROWS))
+        folded = torch.zeros(shape, dtype=torch.uint8, device=device)
+        return cls(folded, torch.zeros(slots, dtype=torch.int32, device=device))
+
+    def check(self, op: str, state: Tensor) -> None:
+        """Raises ValueError unless they fit the state pool [(layers,) slots, HV, V, K]."""
+        lead, (slots, heads, dim) = state.shape[:-4], state.shape[-4:-1]
+        layout = "layers, slots, HV, P" if lead else "slots, HV, P"
+        shape = (*lead, slots, heads, -(-dim // FOLD_ROWS))
+        types, device = (torch.uint8,), state.device
+        expect(op, "history_folded", self.folded, layout, shape, dtypes=types, device=device)
+        expect_index(op, "history_folding", self.folding, "slots", (slots,), device)
+        inner = self.folded.stride()[-2:]
+        if self.folded.numel() and inner != (shape[-1], 1):
+            raise ValueError(
+                f"treewy::{op}: history_folded must be contiguous within a slot, got strides "
+                f"{list(self.folded.stride())}"
+            )
+
+    def of(self, slot: Tensor) -> Tensor:
+        """Bool [B], rows whose history the state of a layer's pools holds."""
+        if self.folded.shape[0] == 0:
+            return slot < 0
+        return self.folded.flatten(1).bool().any(1)[slot.clamp(min=0).long()] & (slot >= 0)
+
+
 class History(NamedTuple):
     """The pools of the deferred commit, of one layer or of all.
 
@@ -114,9 +167,16 @@ class History(NamedTuple):
         expect(op, "history_g", self.g, f"{prefix}, HV", (*front, heads), device=device)
         expect_index(op, "history_len", self.length, "slots", (slots,), device)
 
-    def read(self, slot: Tensor, dtype: torch.dtype) -> reference.History | None:
-        """The rows' histories from a layer's pools; on the CPU None if all are empty."""
+    def read(
+        self, slot: Tensor, dtype: torch.dtype, folds: Folds | None = None
+    ) -> reference.History | None:
+        """The rows' histories from a layer's pools; on the CPU None if all are empty.
+
+        Those that the state holds already are empty.
+        """
         length = torch.where(slot >= 0, read_rows(self.length, slot), 0)
+        if folds is not None:
+            length = torch.where(folds.of(slot), 0, length)
         longest = self.u.shape[1]
         if length.is_cpu:
             longest = max(length.tolist(), default=0)

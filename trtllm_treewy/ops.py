@@ -35,8 +35,10 @@ from .op_commits import commit_deferred as commit_deferred
 from .op_commits import commit_inputs as commit_inputs
 from .op_commits import commit_snapshot as commit_snapshot
 from .op_commits import flush_history as flush_history
+from .op_commits import fold_layer
 from .op_inputs import (
     Commit,
+    Folds,
     History,
     Projections,
     Trees,
@@ -94,7 +96,12 @@ def tree_verify(
 
 
 def _solve(
-    op: str, inputs: Projections, state: Tensor, trees: Trees, history: History | None
+    op: str,
+    inputs: Projections,
+    state: Tensor,
+    trees: Trees,
+    history: History | None,
+    folds: Folds | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """The nodes whose results are wanted (None for all), and out, u and g of all nodes."""
     plan, dtype = trees.plan(), compute_dtype(inputs.q, state)
@@ -104,7 +111,7 @@ def _solve(
         *prepared,
         read_rows(state, trees.slot).to(dtype),
         plan.ancestors,
-        history=history.read(trees.slot, dtype) if history else None,
+        history=history.read(trees.slot, dtype, folds) if history else None,
         blocks=plan.blocks,
     )
     return real, out.to(inputs.v.dtype), u, prepared[3]
@@ -201,6 +208,110 @@ def _(  # type: ignore[no-untyped-def]
     inputs, trees = Projections(q, k, v, a, b, A_log, dt_bias), Trees(slot, parents, num_nodes)
     history = History.from_optional(op, history_u, history_k, history_g, history_len)
     _check_verify_into(op, inputs, state, trees, history, u, g)
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op(
+    "treewy::tree_verify_folding",
+    mutates_args=("state", "u", "g", "history_folded", "history_folding"),
+)
+def tree_verify_folding(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    u: Tensor,
+    g: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    history_folded: Tensor,
+    history_folding: Tensor,
+    fold_above: int,
+) -> Tensor:
+    """`tree_verify_into` that folds long histories into the state, which it has read anyway.
+
+    Behind the outputs S = exp(G) S_0 + sum over the entries h of exp(G - G_h) u_h k_h^T, with G the
+    log decay of the whole history: what `commit_deferred` would do, whose time that saves. State
+    and history stand for the same sequence before and behind it, so that it may be called again, or
+    the tree be given up; from then on until the history is empty its entries count for the layers
+    alone whose state does not hold them, which `history_folded` says. Every state has one writer at
+    a time: this operator, or the commit behind it.
+
+    Args:
+        state: [slots, HV, V, K], written where a history is folded.
+        history_u, history_k, history_g, history_len: one layer of the pools of `commit_deferred`.
+        history_folded: uint8 [slots, HV, ceil(V / 64)], 1 where the state holds the history; zeros
+            to begin with. One layer of that of `commit_deferred`, which clears it.
+        history_folding: int32 [slots], 1 where the state of any layer does.
+        fold_above: histories with more entries are folded, where the device's kernel can (at most
+            16 nodes and 32 entries, K = 128, activations and keys in one 16-bit type); others stay
+            for the commit. Capacity less the longest path leaves the commit nothing to fold.
+        others: as for `tree_verify_into`. A slot may be in one row only.
+
+    Returns:
+        out [B, N, HV, V] in v's type, with the bits that `tree_verify` gives.
+
+    Raises:
+        ValueError: also for a negative `fold_above`.
+    """
+    op = "tree_verify_folding"
+    inputs, trees = Projections(q, k, v, a, b, A_log, dt_bias), Trees(slot, parents, num_nodes)
+    history = History(history_u, history_k, history_g, history_len)
+    folds = Folds(history_folded, history_folding)
+    _check_verify_folding(op, inputs, state, trees, history, folds, u, g, fold_above)
+    if slot.is_cpu:
+        op_checks.slot_values(op, slot, state.shape[0], unique=True)
+    real, out, found, decays = _solve(op, inputs, state, trees, history, folds)
+    u.copy_(select_nodes(real, found.to(u.dtype)))
+    g.copy_(select_nodes(real, decays))
+    if state.shape[0] == 0 or parents.shape[1] == 0:
+        return select_nodes(real, out)
+    long = read_rows(history_len, slot).clamp(max=history_u.shape[1]) > fold_above
+    writes = Writes.of((slot >= 0) & (num_nodes > 0) & long & ~folds.of(slot), slot)
+    if writes:
+        fold_layer(state, history, None, writes)
+        writes.into(history_folded, torch.ones_like(history_folded[writes.slots]))
+        writes.into(history_folding, torch.ones_like(writes.slots))
+    return select_nodes(real, out)
+
+
+def _check_verify_folding(
+    op: str,
+    inputs: Projections,
+    state: Tensor,
+    trees: Trees,
+    history: History,
+    folds: Folds,
+    u: Tensor,
+    g: Tensor,
+    fold_above: int,
+) -> None:
+    """Raises ValueError for arguments that do not fit each other."""
+    _check_verify_into(op, inputs, state, trees, history, u, g)
+    folds.check(op, state)
+    if fold_above < 0:
+        raise ValueError(f"treewy::{op}: fold_above must be >= 0, got {fold_above}")
+
+
+@tree_verify_folding.register_fake
+def _(  # type: ignore[no-untyped-def]
+    q, k, v, a, b, A_log, dt_bias, state, slot, parents, num_nodes, u, g,
+    history_u, history_k, history_g, history_len, history_folded, history_folding, fold_above,
+):  # fmt: skip
+    op = "tree_verify_folding"
+    inputs, trees = Projections(q, k, v, a, b, A_log, dt_bias), Trees(slot, parents, num_nodes)
+    history = History(history_u, history_k, history_g, history_len)
+    folds = Folds(history_folded, history_folding)
+    _check_verify_folding(op, inputs, state, trees, history, folds, u, g, fold_above)
     return v.new_empty(v.shape)
 
 

@@ -72,7 +72,7 @@ class UCachePolicy(CommitPolicy):
 
     Args:
         shape, state: as for every policy.
-        stash_dtype, history_capacity: of `deferred`, in whose place it is made; not used.
+        stash_dtype, history_capacity, max_path: of `deferred`, in whose place it is made; not used.
 
     Attributes:
         width: tokens that the kernel takes of the largest trees.
@@ -86,6 +86,7 @@ class UCachePolicy(CommitPolicy):
         state: Tensor,
         stash_dtype: torch.dtype | None = None,
         history_capacity: int = WINDOW,
+        max_path: int | None = None,
     ) -> None:
         super().__init__(shape, state)
         self._kernel = load_kernel()

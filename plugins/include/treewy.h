@@ -53,7 +53,7 @@ TREEWY_API const char* treewy_last_error(void);
 
 /* Interface version; a caller checks that it equals TREEWY_VERSION of the header it was built for.
  */
-#define TREEWY_VERSION 4
+#define TREEWY_VERSION 5
 TREEWY_API int32_t treewy_version(void);
 
 /* One batch of draft trees on the device. */
@@ -107,7 +107,16 @@ typedef struct treewy_state_pool {
 #define TREEWY_MAX_HEAD_DIM 256
 
 /* Accepted nodes not yet folded into the state (deferred commit), all layers; what lies beyond a
- * slot's length is never used. The inner dimensions of a slot are contiguous. */
+ * slot's length is never used. The inner dimensions of a slot are contiguous.
+ *
+ * With `folded` and `folding`, both or neither, verification may fold a history into the state that
+ * it has read anyway, layer by layer; the commit folds what is left, and only appends where nothing
+ * is. Between a fold and that commit the entries are still there, and their length counts them:
+ * `folded` says which rows of V hold all of them, so that whoever reads the state leaves these
+ * entries out. A byte is of the TREEWY_FOLD_ROWS rows of V that have one writer in any
+ * verification, a block, which alone reads it there too; between launches all bytes of a slot's
+ * layer are alike. Both begin as zeros, and are zero again for a slot that is given to another
+ * sequence. */
 typedef struct treewy_history {
     void* u;             /* pseudo-values [L, slots, H, HV, V] in u_dtype */
     void* k;             /* keys [L, slots, H, HK, K] in k_dtype: float32 L2-normalised, 16-bit
@@ -121,7 +130,13 @@ typedef struct treewy_history {
     int32_t u_dtype;     /* TREEWY_FLOAT32, or TREEWY_BFLOAT16 where the state is */
     int32_t k_dtype;     /* TREEWY_FLOAT32, or the type of the keys of stash and verification */
     int32_t reserved;
+    uint8_t* folded;  /* [L, slots, HV, ceil(V / TREEWY_FOLD_ROWS)], 1 where the state holds all
+                         `length` entries already; or null */
+    int32_t* folding; /* [slots], 1 where it does anywhere in any layer; or null */
+    int64_t folded_stride[2]; /* layer, slot */
 } treewy_history;
+
+#define TREEWY_FOLD_ROWS 64
 
 /* How a commit is cut: blocks of 128 threads, and vectors of 16 bytes of the state that a thread
  * holds at once. AUTO is the one to take; the states are the same to the bit. */
@@ -150,7 +165,8 @@ typedef struct treewy_commit_deferred_params {
     treewy_history history;
 } treewy_commit_deferred_params;
 
-/* Appends the accepted paths to the histories; a history without room is folded in first. */
+/* Appends the accepted paths to the histories; a history without room is folded in first, and so is
+ * the rest of one that verification has begun to fold. */
 TREEWY_API treewy_status treewy_commit_deferred(const treewy_commit_deferred_params* params,
                                                 treewy_stream stream);
 
@@ -358,8 +374,8 @@ typedef enum treewy_verify_tile {
 
 typedef struct treewy_tree_verify_params {
     treewy_tree tree;
-    treewy_state_pool state; /* S_0, one layer, only read: layers 1, layer_stride unused */
-    treewy_history history;  /* what comes after S_0, one layer, only read; length null: nothing */
+    treewy_state_pool state; /* S_0, one layer: layers 1, layer_stride unused */
+    treewy_history history;  /* what comes after S_0, one layer; length null: nothing */
     const void* q;           /* raw projections: [B, N, HK, K] in dtype */
     const void* k;           /* [B, N, HK, K] */
     const void* v;           /* [B, N, HV, V] */
@@ -382,10 +398,19 @@ typedef struct treewy_tree_verify_params {
     int32_t gate_dtype; /* treewy_dtype of a and b */
     int32_t u_dtype;    /* TREEWY_FLOAT32, or TREEWY_BFLOAT16 where the state is */
     int32_t tile;       /* treewy_verify_tile */
+    int32_t fold_above; /* with history.folded: at least 0 */
+    int32_t reserved;
 } treewy_tree_verify_params;
 
 /* Outputs of all nodes of the trees, and the stash that treewy_commit needs; without u and g the
- * outputs alone, for treewy_commit_inputs. Never writes the state. */
+ * outputs alone, for treewy_commit_inputs.
+ *
+ * State and history are only read, but for one case: with history.folded, a history of more than
+ * fold_above entries is folded into the state, where the kernel can (at most 16 nodes and 32
+ * entries, K = 128, aligned 16-bit inputs and keys); others stay for the commit. A slot may then be
+ * in one row only: a row of the state has one writer at any time, the block that verified it or the
+ * commit behind it. What state and history stand for together does not change, so that the outputs
+ * are the same whether it folds or not, and the call may be repeated. */
 TREEWY_API treewy_status treewy_tree_verify(const treewy_tree_verify_params* params,
                                             treewy_stream stream);
 

@@ -309,6 +309,32 @@ __device__ __forceinline__ void update_item(const UpdateParams& p, const Tile& t
     }
 }
 
+// Flags of what verification has folded of the items from `first` to before `stop`.
+__device__ __forceinline__ FlagRange flags_of_items(const UpdateParams& p, int first, int stop) {
+    const int of_head = flags_of_head(p.commit.state);
+    const auto flag = [&](const Item& at, int row) {
+        return (int64_t{at.layer} * p.cut.heads + at.head) * of_head + row / TREEWY_FOLD_ROWS;
+    };
+    const Item from = find_item(p.cut, first), to = find_item(p.cut, stop - 1);
+    const int last_row = min(to.row0 + p.cut.tile_rows, p.commit.state.value_dim) - 1;
+    return {flag(from, from.row0), flag(to, last_row) + 1};
+}
+
+// An item of a history's slot; the thread has no rows where verification has folded them: its rows
+// are of one flag.
+template <typename Tile>
+__device__ __forceinline__ void find_unfolded(const UpdateParams& p, const Item& at, int64_t slot,
+                                              Tile& tile) {
+    static_assert(TREEWY_FOLD_ROWS % Tile::kRowsOfThread == 0);
+    const treewy_state_pool& pool = p.commit.state;
+    tile.find(pool, at, slot, p.cut.tile_rows);
+    if (!tile.has_rows || !is_folding(p.history, slot)) return;
+    const int row = at.row0 + Tile::first_row();
+    if (*folded_flag(p.history, pool, slot, at.layer, at.head, row) != 0) {
+        tile.has_rows = tile.has_more_rows = false;
+    }
+}
+
 // Paths of one chunk, or (kLong) those of more: the others' blocks leave.
 template <typename Tile, bool kHistory, bool kLong>
 __global__ void __launch_bounds__(kCommitThreads, kLong || kHistory ? 4 : blocks_held<Tile>())
@@ -338,9 +364,9 @@ __global__ void __launch_bounds__(kCommitThreads, kLong || kHistory ? 4 : blocks
     } else {
         slot = p.commit.tree.slot[row];
         where.row = slot;
-        where.count = history_to_fold(p, row, slot, &path);
+        where.count = history_to_fold(p, row, slot, flags_of_items(p, first, stop), &path);
         if (where.count == 0) return;
-        tile.find(pool, where.at, slot, p.cut.tile_rows);
+        find_unfolded(p, where.at, slot, tile);
         if constexpr (!kLong) tile.load();
     }
     if (where.count == 0 || (where.count > kChunk<kHistory>) != kLong) return;
@@ -350,7 +376,11 @@ __global__ void __launch_bounds__(kCommitThreads, kLong || kHistory ? 4 : blocks
         update_item<kHistory, kLong>(p, tile, where);
         if (++item == stop) break;
         where.at = find_item(p.cut, item);
-        tile.find(pool, where.at, slot, p.cut.tile_rows);
+        if constexpr (kHistory) {
+            find_unfolded(p, where.at, slot, tile);
+        } else {
+            tile.find(pool, where.at, slot, p.cut.tile_rows);
+        }
         tile.load();
     }
 }

@@ -64,40 +64,29 @@ struct FoldRing {
     }
 };
 
-// Rows 2 g and 2 g + 1 of a span, decayed and with the products added, to where they came from.
+// A span of a piece: from the ring, to where it came from.
 template <typename Types>
-__device__ __forceinline__ void fold_span(const FoldRing<Types>& ring, int place,
-                                          typename Types::State* piece, int span_of_piece,
-                                          const FoldRows<Types>& rows,
-                                          const FoldMemory<Types>& memory, int count, int span,
-                                          float decay, int lane) {
-    using State = typename Types::State;
-    using Ring = FoldRing<Types>;
-    constexpr int kVectors = Types::kVectors;
-    float after[2][8];  // elements of a row: those of half i from 4 i on
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float sum[2][4];
-        rows.multiply(memory, count, span, i, lane, sum);
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            const uint4 vector = ring.at(place, odd, span_of_piece, kVectors == 1 ? 0 : i);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float before = element<State>(vector, kVectors == 1 ? 4 * i + e : e);
-                after[odd][4 * i + e] = fmaf(decay, before, sum[e / 2][2 * odd + e % 2]);
-            }
-            if (kVectors == 1 && i == 0) continue;
-            store_once(piece + Ring::element_of(odd, span_of_piece, kVectors == 1 ? 0 : i, lane),
-                       pack<State>(after[odd] + (kVectors == 1 ? 0 : 4 * i), 1.0f));
-        }
-    }
-}
+struct RingSpan {
+    const FoldRing<Types>& ring;
+    typename Types::State* piece;
+    int place;
+    int span;  // of the piece
+    int lane;
 
-// Moves a unit.
+    __device__ __forceinline__ uint4 load(int odd, int vector) const {
+        return ring.at(place, odd, span, vector);
+    }
+    __device__ __forceinline__ void store(int odd, int vector, const uint4& value) const {
+        store_once(piece + FoldRing<Types>::element_of(odd, span, vector, lane), value);
+    }
+};
+
+// Moves a unit, but for the rows that verification has folded (`folding`: any of the slot). All of
+// a unit are or none, so that those which are to stay are only not stored.
 template <typename Types>
 __device__ __forceinline__ void fold_unit(const UpdateParams& p, const FoldUnit& at,
-                                          const FoldRing<Types>& ring, FoldMemory<Types>& memory) {
+                                          const FoldRing<Types>& ring,
+                                          const FoldMemory<Types>& memory, bool folding) {
     using State = typename Types::State;
     constexpr int kPieces = Types::kSpans / Types::kSpansAtOnce;  // of a tile
     const treewy_state_pool& pool = p.commit.state;
@@ -149,6 +138,9 @@ __device__ __forceinline__ void fold_unit(const UpdateParams& p, const FoldUnit&
             }
             factors.make(memory, g, at.count, lane);
         }
+        const bool done =
+            folding && *folded_flag(history, pool, at.slot, at.layer,
+                                    at.key_head * ratio + tile / of_head, tile % of_head * 16) != 0;
         FoldRows<Types> rows;
         rows.make(raw, factors, at.count, wide, lane);
         if (tile + 1 < stop) raw.load(u + (tile + 1) * u_tile, u_stride, at.count, wide, lane);
@@ -157,8 +149,10 @@ __device__ __forceinline__ void fold_unit(const UpdateParams& p, const FoldUnit&
             wait_copies<kFoldAhead - 1>();
 #pragma unroll
             for (int span = 0; span < Types::kSpansAtOnce; ++span) {
-                fold_span(ring, place, piece_at(index), span, rows, memory, at.count,
-                          part * Types::kSpansAtOnce + span, factors.from_start, lane);
+                if (done) break;
+                const RingSpan<Types> here{ring, piece_at(index), place, span, lane};
+                fold_span(here, rows, memory, at.count, part * Types::kSpansAtOnce + span,
+                          factors.from_start, lane);
             }
             if (index + kFoldAhead < pieces) {
                 ring.copy(place, piece_at(index + kFoldAhead), lane);
@@ -174,26 +168,32 @@ __global__ void __launch_bounds__(kCommitThreads, 5)
     fold_histories(const __grid_constant__ FoldParams p) {
     using Ring = FoldRing<Types>;
     __shared__ PathMemory path;
-    __shared__ FoldMemory<Types> memory;
-    static_assert(sizeof(path) + sizeof(memory) <= kMostStatic);
+    __shared__ FoldKeys<Types> keys;
+    __shared__ FoldSquares<Types> squares;
+    static_assert(sizeof(path) + sizeof(keys) + sizeof(squares) <= kMostStatic);
+    const FoldMemory<Types> memory{keys, squares};
     const UpdateParams& update = p.update;
+    const treewy_state_pool& pool = update.commit.state;
     const int row = static_cast<int>(blockIdx.x) / p.parts;
     const int64_t part = static_cast<int>(blockIdx.x) % p.parts;
     const int slot = update.commit.tree.slot[row];
+    const int first = static_cast<int>(part * p.units / p.parts);
+    const int stop = static_cast<int>((part + 1) * p.units / p.parts);
+    const int64_t of_unit = pool.value_heads / pool.key_heads * flags_of_head(pool);
     FoldUnit at;
     at.slot = slot;
-    at.count = history_to_fold(update, row, slot, &path);
+    at.count = history_to_fold(update, row, slot, {first * of_unit, stop * of_unit}, &path);
     if (at.count == 0) return;
+    const bool folding = is_folding(update.history, slot);
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const Ring ring{reinterpret_cast<uint4*>(shared_memory() + warp * Ring::kBytes) +
                     static_cast<int>(threadIdx.x) % kWarp};
-    const int key_heads = update.commit.state.key_heads;
-    const int stop = static_cast<int>((part + 1) * p.units / p.parts);
 #pragma unroll 1
-    for (int unit = static_cast<int>(part * p.units / p.parts); unit < stop; ++unit) {
-        at.layer = unit / key_heads;
-        at.key_head = unit % key_heads;
-        fold_unit<Types>(update, at, ring, memory);
+    for (int unit = first; unit < stop; ++unit) {
+        at.layer = unit / pool.key_heads;
+        at.key_head = unit % pool.key_heads;
+        if (folding && is_folded(update, slot, {unit * of_unit, (unit + 1) * of_unit})) continue;
+        fold_unit<Types>(update, at, ring, memory, folding);
     }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Operands of a fold (commit_fold.cu): keys in shared memory, u of a warp's rows in registers.
+// Folds of histories by tensor cores, whoever does them (commit_fold.cu, tree_verify_fold.cuh):
+// keys in shared memory, u of a warp's rows in registers, and their products added to the state.
 #pragma once
 
 #include "commit_update.h"
@@ -11,7 +12,8 @@ namespace treewy {
 inline constexpr int kFoldEntries = 32;  // that a fold can take
 inline constexpr int kFoldWarps = kCommitThreads / kWarp;
 
-template <typename State_, typename Key_, int kKeyDim_, int kSteps_>
+// kSplitLate: keys of two terms are cut where they are used, and take half the shared memory.
+template <typename State_, typename Key_, int kKeyDim_, int kSteps_, bool kSplitLate_ = false>
 struct FoldTypes {
     using State = State_;
     using Key = Key_;
@@ -21,15 +23,23 @@ struct FoldTypes {
     static constexpr int kVectors = static_cast<int>(sizeof(State)) / 2;  // of a lane, row and span
     static constexpr int kSpansAtOnce = kSpans * kVectors > 4 ? 4 / kVectors : kSpans;
     static constexpr int kTerms = sizeof(State) == 4 ? 3 : 2;  // of u times its factor
+    static constexpr bool kSplitLate = kSplitLate_;
     static constexpr int kKeyTerms = Operand<Key>::kTerms;
+    static constexpr int kKeptTerms = kSplitLate ? 1 : kKeyTerms;
     static_assert(kSpans <= kFoldWarps && kSpans % kSpansAtOnce == 0);
 };
 
 // Keys as operand B, by step, span and half of the span; and their squares, by span.
 template <typename Types>
+using FoldKeys = uint4[Types::kSteps][Types::kSpans][2][Types::kKeptTerms][kWarp];
+template <typename Types>
+using FoldSquares = float[Types::kSpans][16 * Types::kSteps];
+
+template <typename Types_>
 struct FoldMemory {
-    uint4 keys[Types::kSteps][Types::kSpans][2][Types::kKeyTerms][kWarp];
-    float square[Types::kSpans][16 * Types::kSteps];
+    using Types = Types_;
+    FoldKeys<Types>& keys;
+    FoldSquares<Types>& square;
 };
 
 // What a block works on at a time.
@@ -86,12 +96,12 @@ __device__ __forceinline__ RawKeys<Types::kSteps> load_keys(const treewy_history
 // One span of all keys to shared memory, by a warp.
 template <typename Types>
 __device__ __forceinline__ void stage_keys(const RawKeys<Types::kSteps>& raw, int count, int span,
-                                           int lane, FoldMemory<Types>& memory) {
+                                           int lane, const FoldMemory<Types>& memory) {
     using Key = typename Types::Key;
 #pragma unroll
     for (int step = 0; step < Types::kSteps; ++step) {
         if (16 * step >= count) continue;
-        uint32_t operand[Types::kKeyTerms][4][2];
+        uint32_t operand[Types::kKeptTerms][4][2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float square = 0.0f;
@@ -101,10 +111,14 @@ __device__ __forceinline__ void stage_keys(const RawKeys<Types::kSteps>& raw, in
                 const float low = half_value<Key>(word & 0xffffu);
                 const float high = half_value<Key>(word >> 16);
                 square = fmaf(low, low, fmaf(high, high, square));
-                uint32_t terms[Types::kKeyTerms];
-                split_word<Key>(word, terms);
+                uint32_t terms[Types::kKeptTerms];
+                if constexpr (Types::kSplitLate) {
+                    terms[0] = word;
+                } else {
+                    split_word<Key>(word, terms);
+                }
 #pragma unroll
-                for (int term = 0; term < Types::kKeyTerms; ++term)
+                for (int term = 0; term < Types::kKeptTerms; ++term)
                     operand[term][j][half] = transpose_matrix(terms[term]);
             }
             square += __shfl_xor_sync(kAllLanes, square, 1);
@@ -114,12 +128,33 @@ __device__ __forceinline__ void stage_keys(const RawKeys<Types::kSteps>& raw, in
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
-            for (int term = 0; term < Types::kKeyTerms; ++term) {
+            for (int term = 0; term < Types::kKeptTerms; ++term) {
                 const uint32_t (&x)[4][2] = operand[term];
                 memory.keys[step][span][i][term][lane] =
                     make_uint4(x[2 * i][0], x[2 * i][1], x[2 * i + 1][0], x[2 * i + 1][1]);
             }
         }
+    }
+}
+
+// Keys of a step and half of a span as they are used.
+template <typename Types>
+__device__ __forceinline__ void take_keys(const FoldMemory<Types>& memory, int step, int span,
+                                          int i, int lane, uint4 (&b)[Types::kKeyTerms]) {
+    const uint4(&kept)[Types::kKeptTerms][kWarp] = memory.keys[step][span][i];
+    if constexpr (Types::kKeptTerms == Types::kKeyTerms) {
+#pragma unroll
+        for (int term = 0; term < Types::kKeyTerms; ++term) b[term] = kept[term][lane];
+    } else {
+        const uint4 raw = kept[0][lane];
+        uint32_t x[Types::kKeyTerms], y[Types::kKeyTerms], z[Types::kKeyTerms], w[Types::kKeyTerms];
+        split_word<typename Types::Key>(raw.x, x);
+        split_word<typename Types::Key>(raw.y, y);
+        split_word<typename Types::Key>(raw.z, z);
+        split_word<typename Types::Key>(raw.w, w);
+#pragma unroll
+        for (int term = 0; term < Types::kKeyTerms; ++term)
+            b[term] = make_uint4(x[term], y[term], z[term], w[term]);
     }
 }
 
@@ -232,9 +267,7 @@ struct FoldRows {
         for (int step = 0; step < Types::kSteps; ++step) {
             if (16 * step >= count) continue;
             uint4 b[Types::kKeyTerms];
-#pragma unroll
-            for (int term = 0; term < Types::kKeyTerms; ++term)
-                b[term] = memory.keys[step][span][i][term][lane];
+            take_keys(memory, step, span, i, lane, b);
 #pragma unroll
             for (int order = Types::kTerms - 1; order >= 0; --order) {  // the small first
 #pragma unroll
@@ -247,5 +280,33 @@ struct FoldRows {
         }
     }
 };
+
+// Rows 2 g and 2 g + 1 of a tile in a span, decayed and with the products added. `at` gives 16
+// bytes of the state, load(odd, vector), and takes them, store(odd, vector, 16 bytes).
+template <typename Types, typename Place>
+__device__ __forceinline__ void fold_span(const Place& at, const FoldRows<Types>& rows,
+                                          const FoldMemory<Types>& memory, int count, int span,
+                                          float decay, int lane) {
+    using State = typename Types::State;
+    constexpr int kVectors = Types::kVectors;
+    float after[2][8];  // elements of a row: those of half i from 4 i on
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float sum[2][4];
+        rows.multiply(memory, count, span, i, lane, sum);
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const uint4 vector = at.load(odd, kVectors == 1 ? 0 : i);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float before = element<State>(vector, kVectors == 1 ? 4 * i + e : e);
+                after[odd][4 * i + e] = fmaf(decay, before, sum[e / 2][2 * odd + e % 2]);
+            }
+            if (kVectors == 1 && i == 0) continue;
+            at.store(odd, kVectors == 1 ? 0 : i,
+                     pack<State>(after[odd] + (kVectors == 1 ? 0 : 4 * i), 1.0f));
+        }
+    }
+}
 
 }  // namespace treewy

@@ -231,9 +231,10 @@ __global__ void __launch_bounds__(kAppendThreads)
     const CommitRow row = read_row(tree, p.commit.accepted, to.row);
     if (row.action != RowAction::kMove) return;
     const int held = p.history.length[row.slot];
+    const bool folding = is_folding(p.history, row.slot);
     to.slot = row.slot;
     to.length = find_path(row, &path);
-    const HistoryPlan plan = plan_history(held, to.length, p.history.capacity);
+    const HistoryPlan plan = plan_history(held, to.length, p.history.capacity, folding);
     if (to.length == 0 || !plan.fits) return;
     to.start = plan.start;
     to.first_unit = part * p.units;
@@ -243,34 +244,49 @@ __global__ void __launch_bounds__(kAppendThreads)
     append_g(p, to, path.node);
 }
 
+// What verification has folded is forgotten, as the history it was of; for all threads of a block.
+__device__ __forceinline__ void forget_folds(const treewy_history& history,
+                                             const treewy_state_pool& pool, int64_t slot) {
+    const int64_t flags = int64_t{pool.layers} * pool.value_heads * flags_of_head(pool);
+    for (int64_t i = threadIdx.x; i < flags; i += kCommitThreads) {
+        *folded_flag(history, pool, slot, i) = 0;
+    }
+    if (threadIdx.x == 0) history.folding[slot] = 0;
+}
+
 // Lengths after a deferred commit, and the count of rows that could not be moved: a block a row, so
 // that a wrong tree is walked as everywhere else.
-__global__ void __launch_bounds__(TREEWY_MAX_NODES)
+__global__ void __launch_bounds__(kCommitThreads)
     advance_history(const __grid_constant__ AppendParams p) {
     __shared__ PathMemory path;
     const CommitRow row = read_row(p.commit.tree, p.commit.accepted, static_cast<int>(blockIdx.x));
     if (row.action == RowAction::kBad && threadIdx.x == 0) count_error(p.commit.errors);
     if (row.action != RowAction::kMove) return;
-    const int length = find_path(row, &path);
+    int32_t* const held = p.history.length + row.slot;
+    const int before = *held;
+    const bool folding = is_folding(p.history, row.slot);
+    const int length = find_path(row, &path);  // all have read length and folding behind it
+    const HistoryPlan plan = plan_history(before, length, p.history.capacity, folding);
+    const bool moves = length > 0 && plan.fits;
+    if (moves && folding) forget_folds(p.history, p.commit.state, row.slot);
     if (threadIdx.x != 0) return;
-    int32_t* held = p.history.length + row.slot;
-    const HistoryPlan plan = plan_history(*held, length, p.history.capacity);
-    if (length == 0 || !plan.fits) {
-        count_error(p.commit.errors);
-    } else {
+    if (moves) {
         *held = plan.start + length;
+    } else {
+        count_error(p.commit.errors);
     }
 }
 
-// Lengths after a flush, and the count of slots out of range.
-__global__ void __launch_bounds__(kWarp)
+// Lengths after a flush, and the count of slots out of range: a block a row.
+__global__ void __launch_bounds__(kCommitThreads)
     clear_history(const __grid_constant__ treewy_flush_history_params p) {
-    const int row = static_cast<int>(blockIdx.x) * kWarp + static_cast<int>(threadIdx.x);
-    if (row >= p.batch) return;
-    const int64_t slot = p.slot[row];
+    const int64_t slot = p.slot[blockIdx.x];
     if (is_live_slot(slot, p.num_slots)) {
-        p.history.length[slot] = 0;
-    } else if (slot != -1) {
+        const bool folding = is_folding(p.history, slot);
+        __syncthreads();  // all have read it
+        if (folding) forget_folds(p.history, p.state, slot);
+        if (threadIdx.x == 0) p.history.length[slot] = 0;
+    } else if (slot != -1 && threadIdx.x == 0) {
         count_error(p.errors);
     }
 }
@@ -294,6 +310,11 @@ treewy_status check_history(const char* name, const treewy_history& history,
                     "%s: the history's u_dtype must be float32, or bfloat16 where the state is, "
                     "got %d",
                     name, history.u_dtype);
+    }
+    if ((history.folded == nullptr) != (history.folding == nullptr)) {
+        return fail(TREEWY_INVALID_ARGUMENT,
+                    "%s: history.%s is null: folded and folding are given both or neither", name,
+                    history.folded == nullptr ? "folded" : "folding");
     }
     if (!is_float_dtype(history.k_dtype)) {
         return fail(TREEWY_UNSUPPORTED,
@@ -353,7 +374,7 @@ treewy_status append(const char* name, const treewy_commit_deferred_params& para
     const treewy_status status =
         launch(name, append_paths, pairs * p.parts, kAppendThreads, 0, stream, p);
     if (status != TREEWY_OK) return status;
-    return launch(name, advance_history, params.commit.tree.batch, TREEWY_MAX_NODES, 0, stream, p);
+    return launch(name, advance_history, params.commit.tree.batch, kCommitThreads, 0, stream, p);
 }
 
 }  // namespace
@@ -400,6 +421,6 @@ extern "C" treewy_status treewy_flush_history(const treewy_flush_history_params*
     update.source = treewy::Source::kWholeHistory;
     status = treewy::launch_fold(name, update, stream);
     if (status != TREEWY_OK) return status;
-    return treewy::launch(name, treewy::clear_history, treewy::ceil_div(p.batch, treewy::kWarp),
-                          treewy::kWarp, 0, stream, p);
+    return treewy::launch(name, treewy::clear_history, p.batch, treewy::kCommitThreads, 0, stream,
+                          p);
 }

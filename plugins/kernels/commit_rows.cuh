@@ -16,8 +16,6 @@
 
 namespace treewy {
 
-inline constexpr float kNormEps = 1e-6f;
-
 // ------------------------------------------------------------------ rows and paths
 
 __device__ __forceinline__ void count_error(int32_t* errors) {

@@ -8,6 +8,8 @@
 
 namespace treewy {
 
+constexpr int kCommitThreads = TREEWY_MAX_NODES;  // of a block: see read_row
+
 // Where the entries of an update come from.
 enum class Source : int {
     kPath,          // commit: the accepted path
@@ -25,22 +27,66 @@ struct UpdateParams {
     bool k_aligned;
 };
 
-// Entries of the row's history that are to be folded in; 0 if it stays.
+// What verification has folded already (treewy_history), flag by flag.
+__device__ __forceinline__ int flags_of_head(const treewy_state_pool& pool) {
+    return (pool.value_dim + TREEWY_FOLD_ROWS - 1) / TREEWY_FOLD_ROWS;
+}
+
+__device__ __forceinline__ uint8_t* folded_flag(const treewy_history& history,
+                                                const treewy_state_pool& pool, int64_t slot,
+                                                int layer, int head, int row) {
+    return history.folded + layer * history.folded_stride[0] + slot * history.folded_stride[1] +
+           head * flags_of_head(pool) + row / TREEWY_FOLD_ROWS;
+}
+
+// Number `index` of a slot's [L, HV, flags of a head].
+__device__ __forceinline__ uint8_t* folded_flag(const treewy_history& history,
+                                                const treewy_state_pool& pool, int64_t slot,
+                                                int64_t index) {
+    const int of_layer = pool.value_heads * flags_of_head(pool);
+    return history.folded + index / of_layer * history.folded_stride[0] +
+           slot * history.folded_stride[1] + index % of_layer;
+}
+
+__device__ __forceinline__ bool is_folding(const treewy_history& history, int64_t slot) {
+    return history.folding != nullptr && history.folding[slot] != 0;
+}
+
+struct FlagRange {
+    int64_t first;
+    int64_t stop;
+};
+
+// Whether all flags of a range are set; for all threads of a block.
+__device__ __forceinline__ bool is_folded(const UpdateParams& p, int64_t slot,
+                                          const FlagRange& range) {
+    int left = 0;
+    for (int64_t i = range.first + threadIdx.x; i < range.stop; i += kCommitThreads) {
+        if (*folded_flag(p.history, p.commit.state, slot, i) == 0) left = 1;
+    }
+    return __syncthreads_or(left) == 0;
+}
+
+// Entries of the row's history that are to be folded in; 0 if it stays, or if verification has
+// folded all that is in `range`. For all threads of a block.
 __device__ __forceinline__ int history_to_fold(const UpdateParams& p, int row, int slot,
-                                               PathMemory* path) {
+                                               const FlagRange& range, PathMemory* path) {
     const treewy_tree& tree = p.commit.tree;
     const int capacity = p.history.capacity;
     if (p.source == Source::kWholeHistory) {
         if (!is_live_slot(slot, tree.num_slots)) return 0;
-        return clamp_length(p.history.length[slot], capacity);
+        const int held = clamp_length(p.history.length[slot], capacity);
+        return is_folding(p.history, slot) && is_folded(p, slot, range) ? 0 : held;
     }
     const CommitRow found = read_row(tree, p.commit.accepted, row);
     if (found.action != RowAction::kMove) return 0;
+    const bool folding = is_folding(p.history, slot);
     const int held = clamp_length(p.history.length[slot], capacity);
     // Most rows, most steps: no path to a node is longer than the nodes up to it.
-    if (held == 0 || held + found.accepted < capacity) return 0;
+    if (held == 0 || (!folding && held + found.accepted < capacity)) return 0;
+    if (folding && is_folded(p, slot, range)) return 0;  // before the walk: so are most that fold
     const int added = find_path(found, path);
-    const HistoryPlan plan = plan_history(held, added, capacity);
+    const HistoryPlan plan = plan_history(held, added, capacity, folding);
     return added > 0 && plan.fits && plan.fold ? held : 0;
 }
 
@@ -67,8 +113,6 @@ constexpr int64_t kMaxItemsOfBlock = 8;
 // takes at most `most_items`.
 treewy_status cut_states(const char* name, const treewy_state_pool& pool, int batch, int tile_rows,
                          int32_t items, CommitCut* cut, int64_t most_items = kMaxItemsOfBlock);
-
-constexpr int kCommitThreads = TREEWY_MAX_NODES;  // of a block: see read_row
 
 inline int vectors_of_thread(int32_t tile) {
     return tile == TREEWY_COMMIT_VECTORS_4 ? 4 : (tile == TREEWY_COMMIT_VECTORS_16 ? 16 : 8);

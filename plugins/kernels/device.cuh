@@ -16,6 +16,7 @@ namespace treewy {
 
 inline constexpr int kWarp = 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
+inline constexpr float kNormEps = 1e-6f;  // of a key's or query's square
 
 // ------------------------------------------------------------------ memory
 

@@ -22,7 +22,6 @@ constexpr int kThreads = 256;
 constexpr int kSide = 16;  // threads of a row and of a column of the grid
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kPad = 4;  // floats behind a row in shared memory, against bank conflicts
-constexpr float kNormEps = 1e-6f;
 
 struct PrefillWork {
     treewy_prefill_params prefill;

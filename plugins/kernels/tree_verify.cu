@@ -134,6 +134,15 @@ treewy_status check_history(const treewy_tree_verify_params& p) {
         return fail(TREEWY_INVALID_ARGUMENT, "%s: history has a length but u, k or g is null",
                     kName);
     }
+    if ((history.folded == nullptr) != (history.folding == nullptr)) {
+        return fail(TREEWY_INVALID_ARGUMENT,
+                    "%s: history.%s is null: folded and folding are given both or neither", kName,
+                    history.folded == nullptr ? "folded" : "folding");
+    }
+    if (history.folded != nullptr && p.fold_above < 0) {
+        return fail(TREEWY_INVALID_ARGUMENT, "%s: fold_above must not be negative, got %d", kName,
+                    p.fold_above);
+    }
     if (history.capacity < 1 || history.capacity > kMaxHistory) {
         return fail(TREEWY_UNSUPPORTED, "%s: history capacity is %d, must be 1 to %d", kName,
                     history.capacity, kMaxHistory);

@@ -213,7 +213,7 @@ __device__ __forceinline__ void help(const VerifyArgs& args, const Shared& share
     read_nodes<Types>(p, work, thread, inputs);
     const float A_log = p.A_log[work.head], dt_bias = p.dt_bias[work.head];
     settle_row(p, row, work);
-    settle_history(p, load_length(p, work), work);
+    settle_history(p, load_history_of(p, work), work);
     if (thread == 0) *shared.not_finite = 0;
     follow_paths<Types>(args, shared, work, inputs, A_log, dt_bias, thread);
     for (Group group = first_group<Types>(args, work); group.count > 0;
@@ -241,7 +241,7 @@ __device__ __forceinline__ void start_rows(const VerifyArgs& args, const Shared&
     copy_nodes<Types>(args, shared, work, at.thread);
     commit_copies();
     settle_row(args.params, row, work);
-    settle_history(args.params, load_length(args.params, work), work);
+    settle_history(args.params, load_history_of(args.params, work), work);
     const int blocks = (work.nodes + kNodeBlock - 1) / kNodeBlock;
     if (work.history > 0) {
         copy_history<Types>(args, shared, work, (work.history + kNodeBlock - 1) / kNodeBlock,

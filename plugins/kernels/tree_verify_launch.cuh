@@ -43,6 +43,7 @@ treewy_status launch_kernel(void (*kernel)(VerifyArgs), const treewy_tree_verify
     args.params.history.u_stride[0] = p.history.u_stride[1];
     args.params.history.k_stride[0] = p.history.k_stride[1];
     args.params.history.g_stride[0] = p.history.g_stride[1];
+    args.params.history.folded_stride[0] = p.history.folded_stride[1];
     return launch(kVerifyName, kernel, grid, Types::kThreads, static_cast<size_t>(layout.total),
                   stream, args, Start::kOverlapping);
 }

@@ -193,7 +193,7 @@ inline constexpr VerifyLayout small_layout(const VerifyShape& shape, int rows, i
     at.not_finite = places.next(4);
     if (at.short_history) {
         at.history_blocks = ceil_blocks(shape.history_capacity, kNodeBlock);
-        at.history_sum = places.next(kShortHistory * 8);
+        at.history_sum = places.next(kShortHistory * 16);  // or the squares of a fold's keys
         at.history_count = places.next(4);
         at.history_u = places.next(at.history_blocks * kNodeBlock * rows * shape.history_u_bytes);
     }

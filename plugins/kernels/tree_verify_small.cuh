@@ -16,9 +16,10 @@
 // is half as long; their rows in shared memory are 8, so that three blocks of a float32 state share
 // a multiprocessor and not two.
 //
-// What a history adds is in tree_verify_history.cuh.
+// What a history adds is in tree_verify_history.cuh, and how it is folded in tree_verify_fold.cuh.
 #pragma once
 
+#include "tree_verify_fold.cuh"
 #include "tree_verify_history.cuh"
 #include "tree_verify_selecting.cuh"
 #include "tree_verify_steps.cuh"
@@ -161,13 +162,14 @@ __device__ __forceinline__ void help_small(const VerifyArgs& args, const Shared&
     read_nodes<Types>(p, work, lane, inputs);
     const float A_log = p.A_log[work.head], dt_bias = p.dt_bias[work.head];
     settle_row(p, row, work);
-    const int length = Types::kShort ? load_length(p, work) : 0;
+    HistoryInputs entries{0, 0};
+    if (Types::kShort) entries = load_history_of(p, work);
     if (lane == 0) *shared.not_finite = 0;
     Paths<Types> paths;
     open_paths<Types>(args, shared, work, inputs, A_log, dt_bias, lane, paths);
     HistoryHelper<Types> history;
     if constexpr (Types::kShort && kKeysBeforePaths) {
-        settle_history(p, length, work);
+        settle_history(p, entries, work);
         history.load(args, shared, work, lane);
     }
     join_paths<Types>(args, shared, lane, paths);
@@ -177,7 +179,7 @@ __device__ __forceinline__ void help_small(const VerifyArgs& args, const Shared&
     if (kRowsWeigh) arrive_at<Types::kRowThreads + kWarp>(kPathsBarrier);
     if constexpr (Types::kShort) {
         if (!kKeysBeforePaths) {
-            settle_history(p, length, work);
+            settle_history(p, entries, work);
             history.load(args, shared, work, lane);
         }
         history.copy_values(args, shared, work, lane);
@@ -288,8 +290,12 @@ __global__ void __launch_bounds__(Types::kThreads, Types::kMinBlocks)
         work_small<Types>(args, shared, work, at);
     }
     __syncthreads();
-    if (work.nodes > 0 && *shared.not_finite != 0) {
-        verify_selecting<Types>(args, work, at.warp, at.lane);
+    const bool selects = work.nodes > 0 && *shared.not_finite != 0;
+    if (selects) verify_selecting<Types>(args, work, at.warp, at.lane);
+    if constexpr (Types::kShort) {
+        if (!is_to_fold(args, work)) return;
+        if (selects) __syncthreads();  // it reads the state
+        if (at.warp < Types::kWarps) fold_block<Types>(args, work, at.warp, at.lane);
     }
 }
 

@@ -52,15 +52,32 @@ __device__ __forceinline__ void settle_row(const treewy_tree_verify_params& p,
     work.history = 0;
 }
 
-// Its load waits for the slot.
-__device__ __forceinline__ int load_length(const treewy_tree_verify_params& p,
-                                           const VerifyWork& work) {
-    return p.history.length != nullptr && work.nodes > 0 ? p.history.length[work.slot] : 0;
+// The flag of the block's first rows of V; the others of the block are like it.
+__device__ __forceinline__ uint8_t* folded_flag(const treewy_tree_verify_params& p,
+                                                const VerifyWork& work) {
+    const int row = work.head * p.state.value_dim + work.first_row;
+    return p.history.folded + work.slot * p.history.folded_stride[0] + row / TREEWY_FOLD_ROWS;
 }
 
-__device__ __forceinline__ void settle_history(const treewy_tree_verify_params& p, int length,
-                                               VerifyWork& work) {
-    work.history = clamp_length(length, p.history.capacity);
+// A history as it comes: entries, and whether the block's rows of the state hold them all. Its
+// loads wait for the slot.
+struct HistoryInputs {
+    int length;
+    int folded;
+};
+
+__device__ __forceinline__ HistoryInputs load_history_of(const treewy_tree_verify_params& p,
+                                                         const VerifyWork& work) {
+    HistoryInputs inputs{0, 0};
+    if (p.history.length == nullptr || work.nodes == 0) return inputs;
+    inputs.length = p.history.length[work.slot];
+    if (p.history.folded != nullptr) inputs.folded = *folded_flag(p, work);
+    return inputs;
+}
+
+__device__ __forceinline__ void settle_history(const treewy_tree_verify_params& p,
+                                               const HistoryInputs& inputs, VerifyWork& work) {
+    work.history = inputs.folded != 0 ? 0 : clamp_length(inputs.length, p.history.capacity);
 }
 
 // Where a thread of the rows' warps stands.

@@ -90,9 +90,10 @@ TREEWY_HOST_DEVICE int clamp_length(int length, int capacity) {
     return length < capacity ? length : capacity;
 }
 
-TREEWY_HOST_DEVICE HistoryPlan plan_history(int length, int added, int capacity) {
+// `folding`: verification has begun to fold it.
+TREEWY_HOST_DEVICE HistoryPlan plan_history(int length, int added, int capacity, bool folding) {
     const int held = clamp_length(length, capacity);
-    const bool full = held + added > capacity;
+    const bool full = folding || held + added > capacity;
     return {added <= capacity, full && held > 0, full ? 0 : held};
 }
 

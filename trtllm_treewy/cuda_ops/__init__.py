@@ -20,7 +20,7 @@ from .errors import _error_counters as _error_counters  # tests start afresh
 from .errors import error_count
 from .prompts import prefill
 from .rules import reason_for_reference, verify_shared_bytes
-from .verify import tree_outputs, tree_verify, tree_verify_into
+from .verify import tree_outputs, tree_verify, tree_verify_folding, tree_verify_into
 
 __all__ = [
     "KERNELS",
@@ -35,6 +35,7 @@ __all__ = [
 KERNELS: dict[str, Callable[..., Any]] = {
     "tree_verify": tree_verify,
     "tree_verify_into": tree_verify_into,
+    "tree_verify_folding": tree_verify_folding,
     "tree_outputs": tree_outputs,
     "commit": commit,
     "commit_inputs": commit_inputs,

@@ -23,6 +23,7 @@ from .errors import error_address
 LAUNCHERS = {
     "tree_conv_into": "treewy_tree_conv",
     "tree_outputs": "treewy_tree_verify",
+    "tree_verify_folding": "treewy_tree_verify",
     "tree_verify_into": "treewy_tree_verify",
 }
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..op_commits import _check_flush
-from ..op_inputs import Commit, History
+from ..op_commits import _check_deferred, _check_flush
+from ..op_inputs import Commit
 from ..op_stash import InputStash, Stash
 from .call import Call, call_reference, find_copies, prepare
-from .fields import set_history, set_stash, set_state, set_tree, set_weights
+from .fields import set_folds, set_history, set_stash, set_state, set_tree, set_weights
 from .rules import DTYPES, history_reason, reason_for_reference
 
 
@@ -137,26 +137,24 @@ def commit_deferred(
     u: Tensor,
     k: Tensor,
     g: Tensor,
+    history_folded: Tensor | None = None,
+    history_folding: Tensor | None = None,
 ) -> None:
     """`ops.commit_deferred` by three launches for all layers; a path too long is not moved."""
     pools, goal = (history_u, history_k, history_g, history_len), (slot, parents, num_nodes)
-    tensors = (state, *pools, *goal, accepted, u, k, g)
+    tensors: tuple[Tensor | None, ...]
+    tensors = (state, *pools, *goal, accepted, u, k, g, history_folded, history_folding)
     call, ready = prepare("commit_deferred", tensors, _setup_deferred)
     if call.reason is not None:
         call_reference("commit_deferred", call, tensors)
     else:
-        call.launch((ready[0], *ready[5:], *ready[1:5]))
+        call.launch((ready[0], *ready[5:12], *ready[1:5], *ready[12:]))
 
 
 def _setup_deferred(call: Call, *tensors: Any) -> None:
-    op = "commit_deferred"
-    state, *pools = tensors[:5]
-    slot, parents, num_nodes, accepted, u, k, g = tensors[5:]
-    Commit(slot, parents, num_nodes, accepted).check(op, state.device)
-    Stash(u, k, g).check(op, state, parents.shape)
-    History(*pools).check(op, state, k.shape[3])
-    History(*pools).check_keys(op, k)
-    history = pools[0], pools[1], pools[2]
+    _check_deferred(*tensors)
+    state, history, parents = tensors[0], tensors[1:4], tensors[6]
+    u, k, g, folded = tensors[9:13]
     call.reason = reason_for_reference(
         state=state, inputs=(k,), u=u, float32=(g, history[2]), nodes=parents.shape[1]
     ) or history_reason(history, state)
@@ -164,8 +162,16 @@ def _setup_deferred(call: Call, *tensors: Any) -> None:
         return
     call.copies = find_copies(tensors, whole=(5, 6, 7, 8), rows=(9, 10, 11))
     _fill_commit(call, call.params.commit, state, parents, u, k, g)
-    set_history(call.params.history, *history)
-    call.address(call.params.history, "u", "k", "g", "length")
+    _set_pools(call, history, folded)
+
+
+def _set_pools(call: Call, history: tuple[Tensor, Tensor, Tensor], folded: Tensor | None) -> None:
+    """Histories of all layers; addresses of u, k, g, length, folded and folding."""
+    view = call.params.history
+    set_history(view, *history)
+    if folded is not None:
+        set_folds(view, folded)
+    call.address(view, "u", "k", "g", "length", "folded", "folding")
 
 
 def flush_history(
@@ -175,19 +181,22 @@ def flush_history(
     history_g: Tensor,
     history_len: Tensor,
     slot: Tensor,
+    history_folded: Tensor | None = None,
+    history_folding: Tensor | None = None,
 ) -> None:
     """`ops.flush_history` by two launches for all layers."""
-    tensors = (state, history_u, history_k, history_g, history_len, slot)
+    tensors: tuple[Tensor | None, ...] = (state, history_u, history_k, history_g, history_len, slot)
+    tensors += (history_folded, history_folding)
     call, ready = prepare("flush_history", tensors, _setup_flush)
     if call.reason is not None:
         call_reference("flush_history", call, tensors)
     else:
-        call.launch(ready)
+        call.launch((*ready[:5], *ready[6:], ready[5]))
 
 
 def _setup_flush(call: Call, *tensors: Any) -> None:
     _check_flush(*tensors)
-    state, history_u, history_k, history_g, history_len, slot = tensors
+    state, history_u, history_k, history_g, _, slot, folded, _ = tensors
     history = history_u, history_k, history_g
     call.reason = reason_for_reference(state=state, float32=(history_g,)) or history_reason(
         history, state
@@ -198,8 +207,7 @@ def _setup_flush(call: Call, *tensors: Any) -> None:
     params = call.params
     params.batch, params.num_slots = slot.shape[0], state.shape[1]
     set_state(params.state, state, history_k.shape[3])
-    set_history(params.history, *history)
     call.count_errors(params)
     call.address(params.state, "data")
-    call.address(params.history, "u", "k", "g", "length")
+    _set_pools(call, history, folded)
     call.address(params, "slot")

@@ -45,6 +45,12 @@ def set_history(view: Any, u: Tensor, k: Tensor, g: Tensor) -> None:
     view.u_dtype, view.k_dtype = DTYPES[u.dtype], DTYPES[k.dtype]
 
 
+def set_folds(view: Any, folded: Tensor) -> None:
+    """What verification has folded of histories: [L, slots, HV, P], or of one layer."""
+    view.folded_stride[0] = folded.stride(0) if folded.dim() == 4 else 0
+    view.folded_stride[1] = folded.stride(-3)
+
+
 def set_weights(view: Any, weight: Tensor) -> None:
     """Weights of a conv [C, width], or of all layers' [L, C, width]."""
     view.dtype = DTYPES[weight.dtype]

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op_inputs import History, Projections, Trees
+from ..op_inputs import Folds, History, Projections, Trees
 from ..op_stash import stash_dtype
 from .call import Call, call_reference, find_copies, prepare
-from .fields import set_history, set_state, set_tree
+from .fields import set_folds, set_history, set_state, set_tree
 from .rules import DTYPES, history_reason, reason_for_reference, verify_reason
 
 
@@ -81,6 +81,43 @@ def tree_verify_into(
     return out
 
 
+def tree_verify_folding(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    u: Tensor,
+    g: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    history_folded: Tensor,
+    history_folding: Tensor,
+    fold_above: int,
+) -> Tensor:
+    """`ops.tree_verify_folding` by the launch of `tree_verify`."""
+    projections = (q, k, v, a, b, A_log, dt_bias)
+    rest = (slot, parents, num_nodes, history_u, history_k, history_g, history_len)
+    tensors: tuple[Tensor | None, ...]
+    tensors = (*projections, state, *rest, u, g, history_folded, history_folding)
+    call, tensors = prepare("tree_verify_folding", tensors, _setup_folding, fold_above)
+    if call.reason is not None:
+        ordered = (*tensors[:11], u, g, *tensors[11:15], *tensors[17:], fold_above)
+        result: Tensor = call_reference("tree_verify_folding", call, ordered)
+        return result
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    call.launch((*tensors[:15], out, u, g, *tensors[17:]))
+    return out
+
+
 def tree_outputs(
     q: Tensor,
     k: Tensor,
@@ -123,6 +160,23 @@ def _setup_into(call: Call, *tensors: Any) -> None:
     if call.reason is None:
         call.params.u_stride[:] = u.stride()[:3]
         call.params.g_stride[:] = g.stride()[:2]
+
+
+def _setup_folding(call: Call, *tensors_and_limit: Any) -> None:
+    from .. import ops
+
+    *given, u, g, folded, folding, fold_above = tensors_and_limit
+    inputs, trees = Projections(*given[:7]), Trees(*given[8:11])
+    op, state, history = "tree_verify_folding", given[7], History(*given[11:])
+    folds = Folds(folded, folding)
+    ops._check_verify_folding(op, inputs, state, trees, history, folds, u, g, fold_above)
+    _setup(op, call, tuple(given), u.dtype)
+    if call.reason is None:
+        call.params.u_stride[:] = u.stride()[:3]
+        call.params.g_stride[:] = g.stride()[:2]
+        set_folds(call.params.history, folded)
+        call.params.fold_above = min(fold_above, history.u.shape[1])
+        call.address(call.params.history, "folded", "folding")
 
 
 def _setup_verify(call: Call, *tensors_and_type: Any) -> None:
