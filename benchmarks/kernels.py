@@ -135,6 +135,11 @@ def sections(bench, options: argparse.Namespace, results: Results) -> dict[str, 
         "greedy_accept": acceptance.time_greedy_accept,
         "step_reconstruct": deferred.time_step,
         "step_deferred": deferred.time_step,
+        "step_deferred_apart": deferred.time_step,
+        **dict.fromkeys(
+            ("deferred_verify", "deferred_fold", "deferred_append", "deferred_append_folded"),
+            deferred.time_phase,
+        ),
     }
 
     def by_operation(bench, case):
@@ -145,6 +150,7 @@ def sections(bench, options: argparse.Namespace, results: Results) -> dict[str, 
         results.absent.update(ucache.measure_steps(bench, ucache.step_cases(quick)))
 
     verify, commit = cases.verify_cases(quick), cases.commit_cases(quick)
+    steps = cases.step_cases(quick) + cases.phase_cases(quick)
     if options.tiles:
         verify += cases.tile_cases(verify, list(verification.tiles))
         plain = [c for c in commit if (c.operation, c.stash) == ("commit", "fp32")]
@@ -153,7 +159,7 @@ def sections(bench, options: argparse.Namespace, results: Results) -> dict[str, 
         "verify": lambda: bench.measure_all("verify", verify, verification.time),
         "stash": lambda: bench.measure_all("stash", cases.stash_cases(quick), verification.time),
         "commit": lambda: bench.measure_all("commit", commit, by_operation),
-        "steps": lambda: bench.measure_all("steps", cases.step_cases(quick), by_operation),
+        "steps": lambda: bench.measure_all("steps", steps, by_operation),
         "other": lambda: bench.measure_all("other", cases.other_cases(quick), by_operation),
         "peers": peers,  # last: a fault of theirs on the GPU must not cost our times
     }

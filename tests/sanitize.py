@@ -43,6 +43,8 @@ def histories(machine):
             suite.check_verify(machine, case, history=history)
             case = TreeCase(nodes, WIDE, nodes, dtype=dtype, state_dtype=state, layers=2)
             suite.check_deferred(machine, case, capacity=capacity, steps=3, stash=stash)
+            kept = stash or F32
+            suite.check_deferred_folding(machine, case, capacity=capacity, steps=3, stash=kept)
 
 
 def commits(machine):

@@ -12,7 +12,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from kernel_bench import acceptance, check, commit_inputs, commits, convolution, deferred, prompts
+from kernel_bench import (
+    acceptance,
+    cases,
+    check,
+    commit_inputs,
+    commits,
+    convolution,
+    deferred,
+    prompts,
+)
 from kernel_bench.bench import Bench
 from kernel_bench.cases import PATH, STATES, Case, Dims
 from kernel_bench.clock import ALIGNMENT, Slots
@@ -85,11 +94,32 @@ def test_commits(bench, state):
     assert measure(bench, inputs, commit_inputs.time_commit_inputs) == 30.0
 
 
+FOLDING = replace(DIMS, key_dim=128)  # whose verification folds
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_steps_of_both_policies_over_a_whole_period(bench, state):
-    for operation in ("step_reconstruct", "step_deferred"):
+    bench.dims = FOLDING
+    for operation in ("step_reconstruct", "step_deferred", "step_deferred_apart"):
         case = Case(operation, state, "tree", 16, BATCH)
         assert measure(bench, case, deferred.time_step) == 60.0 / 8 / 2
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_phases_of_a_deferred_period(bench, state):
+    bench.dims = FOLDING
+    for case in cases.phase_cases(quick=True):
+        if case.state == state:
+            share = 1 / 2 if "append" in case.operation else 1  # of two layers
+            us = measure(bench, replace(case, batch=BATCH), deferred.time_phase)
+            assert us == 60.0 * share
+
+
+def test_a_period_in_which_verification_folds_nothing_is_refused(bench):
+    with pytest.raises(RuntimeError, match="folded histories of 0 rows, expected 3"):
+        bench.measure(Case("step_deferred", "bf16", "tree", 16, BATCH), deferred.time_step)
+    with pytest.raises(RuntimeError, match="folded histories of 0 rows, expected 3"):
+        bench.measure(Case("deferred_fold", "bf16", "tree", 16, BATCH), deferred.time_phase)
 
 
 def test_a_period_without_its_commits_is_refused(bench, monkeypatch):

@@ -70,6 +70,7 @@ def test_cases_cover_what_is_asked_and_name_known_operations():
             + cases.stash_cases(quick)
             + cases.commit_cases(quick)
             + cases.step_cases(quick)
+            + cases.phase_cases(quick)
             + cases.other_cases(quick)
         )
         assert len(found) == len(set(found))
@@ -146,7 +147,8 @@ def test_a_deferred_step_moves_less_than_a_reconstructed_one():
     for state in cases.STATES:
         step = Case("step_deferred", state, "tree", 16, 64)
         whole = work_of(Dims(), replace(step, operation="step_reconstruct")).bytes
-        assert work_of(Dims(), step).bytes < whole
+        apart = work_of(Dims(), replace(step, operation="step_deferred_apart")).bytes
+        assert work_of(Dims(), step).bytes < apart < whole
     verified = work_of(Dims(), Case("tree_verify", "fp32", "tree", 16, 64)).bytes
     committed = work_of(Dims(), Case("commit", "fp32", "chain", 4, 64)).bytes
     assert whole == pytest.approx(30 * verified + committed)

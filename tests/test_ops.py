@@ -25,6 +25,7 @@ from gdn_cases import (
 from torch.overrides import TorchFunctionMode
 
 from trtllm_treewy import ops, reference, topology
+from trtllm_treewy.op_inputs import Folds
 
 F64 = torch.float64
 SLOTS, BATCH, NODES, LAYERS = 7, 4, 11, 2
@@ -143,6 +144,20 @@ class Case:
             torch.zeros(SLOTS, dtype=torch.int32),
         ]
 
+    def filled_history(self, capacity=16):
+        """The same with random entries and lengths."""
+        u, k, g, length = self.history(capacity)
+        u.normal_(generator=self.gen)
+        k = reference.l2norm(k.normal_(generator=self.gen))
+        g.uniform_(-1.0, 0.0, generator=self.gen)
+        lengths = torch.randint(0, capacity + 1, (SLOTS,), generator=self.gen)
+        return [u, k, g, lengths.int()]
+
+    def folds(self):
+        """history_folded and history_folding of pools in which nothing is folded."""
+        heads, dim = self.dims.value_heads, self.dims.value_dim
+        return list(Folds.new(LAYERS, SLOTS, heads, dim, torch.device("cpu")))
+
     def expected(self, layer=0):
         """Outputs and states of the float64 recurrence, [B, N, ...]."""
         raw = {name: x.double() for name, x in self.raw[layer].items()}
@@ -168,6 +183,8 @@ def calls():
     of_layer = [x[0] for x in history[:3]]
     delta = (*case.raw[0].values(), case.state[0], *case.trees)
     ids = torch.randint(0, 2, (2, BATCH, NODES), generator=case.gen)
+    filled, folds = case.filled_history(), case.folds()
+    folds[0][:, 2], folds[1][2] = 1, 1  # what is folded already
     return {
         "tree_conv": (case.x[0], case.conv_state[0], *case.trees, case.weight, case.weight[:, 0]),
         "tree_conv_into": (
@@ -193,6 +210,17 @@ def calls():
         "prefill": (*packed.values(), case.state[1], *chunks),
         "prefill_conv": (case.x[0, 0], case.conv_state[1], *chunks, case.weight),
         "tree_verify with history": (*delta, *of_layer, int32(*[2] * SLOTS)),
+        "tree_verify_folding": (
+            *delta[:7],
+            case.state[0].clone(),
+            *case.trees,
+            *(u[0].clone(), g[0].clone()),
+            *(x[0] for x in filled[:3]),
+            filled[3],
+            *(folds[0][0].clone(), folds[1].clone(), 8),
+        ),
+        "commit_deferred with folds": (case.state, *filled, *case.goal, u, k, g, *folds),
+        "flush_history with folds": (case.state, *filled, case.slot, *folds),
     }
 
 
@@ -695,6 +723,60 @@ def test_policies_agree_over_many_steps(capacity):
         torch.testing.assert_close(state, truth, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("above", [0, 3, 6])
+def test_verification_folds_what_a_flush_would(above):
+    """The bits of `tree_verify`, and of a flush in the states of long histories of live rows."""
+    case = Case(33, DIMS[0], nodes=6)
+    case.num_nodes[1] = 0 if case.slot[1] >= 0 else case.num_nodes[1]
+    history, (folded, folding) = case.filled_history(7), case.folds()
+    history[3][case.slot[[0, 1]].long()] = 7
+    state, flushed = case.state.clone(), case.state.clone()
+    live = (case.slot >= 0) & (case.num_nodes > 0)
+    long = sorted(s for s in case.slot[live].tolist() if history[3][s] > above)
+    treewy.flush_history(flushed, *(x.clone() for x in history), int32(*long))
+    for repeat in range(2):
+        for layer in range(LAYERS):
+            of_layer = (*(x[layer] for x in history[:3]), history[3])
+            plain = case.verify(layer, of_layer)
+            u, g = (torch.full_like(x, math.nan) for x in plain[1:])
+            args = (*case.raw[layer].values(), state[layer], *case.trees, u, g, *of_layer)
+            out = treewy.tree_verify_folding(*args, folded[layer], folding, above)
+            for mine, there in zip((out, u, g), plain, strict=True):
+                if repeat == 0:
+                    assert same_bits(mine, there)
+                torch.testing.assert_close(mine, there, rtol=1e-9, atol=1e-10)
+        assert same_bits(state, flushed)
+        assert folding.nonzero().flatten().tolist() == long
+        assert folded.flatten(2).all(2).all(0).nonzero().flatten().tolist() == long
+        assert folded.flatten(2).any(2).any(0).nonzero().flatten().tolist() == long
+
+
+def test_a_commit_folds_what_verification_has_left():
+    """Half of the layers are folded; rows that do not move keep every bit and flag."""
+    case = Case(34, DIMS[0], nodes=6, pads=0, full=True)
+    case.accepted[:] = int32(0, -1, 1, 0)
+    history, folds = case.filled_history(7), case.folds()
+    history[3][:] = 4  # room for the paths
+    whole, copies = case.state.clone(), [x.clone() for x in history]
+    treewy.flush_history(whole, *copies, case.slot)
+    stash = case.stash(history)
+    folded = case.slot[[0, 1]].long()  # of layer 0
+    case.state[0, folded], folds[0][0, folded], folds[1][folded] = whole[0, folded], 1, 1
+    before = [x.clone() for x in (case.state, *history, *folds)]
+    treewy.commit_deferred(case.state, *history, *case.goal, *stash, *folds)
+    first, rejected, *others = case.slot.tolist()
+    assert same_bits(case.state[:, first], whole[:, first])
+    assert history[3][[first, rejected, *others]].tolist() == [1, 4, 6, 5]
+    assert same_bits(case.state[:, others], before[0][:, others])
+    for x, y in zip((case.state, *history[:3], folds[0]), (*before[:4], before[5]), strict=True):
+        assert same_bits(x[:, rejected], y[:, rejected])
+    assert folds[1].nonzero().flatten().tolist() == [rejected]
+    assert not folds[0][:, [first, *others]].any()
+    treewy.flush_history(case.state, *history, int32(rejected), *folds)
+    assert same_bits(case.state[:, rejected], whole[:, rejected])
+    assert not any(x.any() for x in folds)
+
+
 def test_deferred_commit_leaves_the_state_until_the_history_is_full():
     case = Case(31, shape="chain", full=True, pads=0)
     case.accepted[:] = int32(3, 0, 2, 1)
@@ -952,10 +1034,10 @@ def both_ways(op, args, pools):
     """Results and pools of an operator as on the CPU and as on other devices."""
     results = []
     for run in (getattr(treewy, op), lambda *args: on_device(op, *args)):
-        copies = [x.clone() for x in args[:pools]]
+        copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in args[:pools]]
         out = run(*copies, *args[pools:])
         out = () if out is None else (out,) if isinstance(out, torch.Tensor) else out
-        results.append([*out, *copies])
+        results.append([*out, *(x for x in copies if isinstance(x, torch.Tensor))])
     return zip(*results, strict=True)
 
 
@@ -963,7 +1045,9 @@ def both_ways(op, args, pools):
 def test_kernels_for_other_devices_agree_and_never_wait(name):
     """Case 23: all metadata stays on the device, so that a graph replays over any topology."""
     known = {"commit_deferred": 5, "flush_history": 5, "path_conv": 1}
-    pools = known.get(name, int("commit" in name))
+    pools = known.get(name.split()[0], int("commit" in name))
+    if "fold" in name:
+        pools = len(calls()[name])  # what is written comes last, too
     for here, there in both_ways(name.split()[0], calls()[name], pools):
         assert here.dtype == there.dtype
         torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-6)
@@ -1015,6 +1099,7 @@ def test_deferred_commit_on_other_devices_flushes_and_leaves_long_paths_alone():
 
 
 POOLS = ("state", "conv_state", "history_u", "history_k", "history_g", "history_len")
+POOLS += ("history_folded", "history_folding")
 OF_ROWS = ("slot", "parents", "num_nodes", "accepted")
 # After the layers, if there are any.
 OF_NODES = ("q", "k", "v", "a", "b", "x", "y", "u", "g", "states", "stash")
@@ -1028,7 +1113,8 @@ def emptied(name, how):
     axis = int(op in (*OF_PATHS, "flush_history"))
     for key, x in args.items():
         if how == "no slots" and key in POOLS:
-            args[key] = x.narrow(0 if key == "history_len" else axis, 0, 0)
+            of_slots = ("history_len", "history_folding")
+            args[key] = x.narrow(0 if key in of_slots else axis, 0, 0)
         elif how == "no slots" and key == "slot":
             args[key] = torch.full_like(x, -1)
         elif how == "no rows" and key in OF_ROWS:
@@ -1049,24 +1135,24 @@ NOTHING = [
     for how in ("no rows", "no nodes", "no slots")
     if "prefill" not in name
     and name != "greedy_accept"
-    and (name, how) != ("flush_history", "no nodes")
+    and (name.split()[0], how) != ("flush_history", "no nodes")
 ]
 
 
 @pytest.mark.parametrize(("name", "how"), NOTHING)
 def test_nothing_to_do(name, how):
     op, args = emptied(name, how)
-    before = {key: x.clone() for key, x in args.items()}
+    before = {key: x.clone() for key, x in args.items() if isinstance(x, torch.Tensor)}
     lead = (0 if how == "no rows" else BATCH, 0 if how == "no nodes" else NODES)
     for run in (getattr(treewy, op), lambda *args: on_device(op, *args)):
         out = run(*args.values())
         for x in () if out is None else (out,) if isinstance(out, torch.Tensor) else out:
             assert x.shape[:2] == lead
             assert not x.any()
-        for key, x in args.items():
+        for key, x in ((key, args[key]) for key in before):
             if op == "tree_conv_into" and key == "stash":
                 continue  # undefined where no nodes are
-            if op == "tree_verify_into" and key in ("u", "g"):
+            if op in ("tree_verify_into", "tree_verify_folding") and key in ("u", "g"):
                 assert not x.any()  # an output, of nodes that are not there
             else:
                 assert same_bits(x, before[key]), key
@@ -1148,6 +1234,16 @@ def test_verify_refuses_a_wrong_shape_by_name(op, name):
         ("commit_deferred", 3, lambda x: x[..., :-1], "history_g must be"),
         ("commit_deferred", 4, lambda x: x[:-1], r"history_len must be \[slots\]"),
         ("flush_history", 1, lambda x: x[..., :-1], "history_u must be"),
+        ("flush_history with folds", 6, lambda x: x[0], r"history_folded must be \[layers, slots"),
+        ("flush_history with folds", 7, lambda x: x.long(), "history_folding must be int32"),
+        ("commit_deferred with folds", 12, lambda x: x.int(), "history_folded must be uint8"),
+        ("commit_deferred with folds", 12, lambda x: None, "history_folding go together"),
+        ("commit_deferred with folds", 13, lambda x: x[1:], r"history_folding must be \[slots\]"),
+        ("tree_verify_folding", 17, lambda x: x[1:], r"history_folded must be \[slots, HV, P\]"),
+        ("tree_verify_folding", 17, lambda x: x.expand(-1, -1, 2), "history_folded must be"),
+        ("tree_verify_folding", 18, lambda x: x[1:], r"history_folding must be \[slots\]"),
+        ("tree_verify_folding", 19, lambda x: -1, "fold_above must be >= 0, got -1"),
+        ("tree_verify_folding", 14, lambda x: x[..., :-1], "history_k must be"),
         ("commit_snapshot", 5, lambda x: x[:, :, :-1], "states must be"),
         ("conv_commit", 5, lambda x: x[..., :-1], r"x must be \[layers, batch, N, C\]"),
         ("prefill", 9, lambda x: x[:-1], r"cu_seqlens must be \[batch \+ 1\]"),
@@ -1156,7 +1252,7 @@ def test_verify_refuses_a_wrong_shape_by_name(op, name):
     ],
 )
 def test_operators_refuse_a_wrong_tensor_by_name(op, index, change, message):
-    args = calls()[op]
+    args, op = calls()[op], op.split()[0]
     with pytest.raises(ValueError, match=message):
         getattr(treewy, op)(*changed(args, index, change(args[index])))
 
@@ -1196,10 +1292,13 @@ def test_commit_refuses_a_padded_node_as_accepted(op):
         getattr(treewy, op)(*args)
 
 
-@pytest.mark.parametrize("op", [*OF_PATHS, "prefill", "prefill_conv", "flush_history"])
+@pytest.mark.parametrize(
+    "op", [*OF_PATHS, "prefill", "prefill_conv", "flush_history", "tree_verify_folding"]
+)
 def test_a_slot_is_written_by_one_row_only(op):
     args = list(calls()[op])
-    at = {"prefill": 8, "prefill_conv": 2, "flush_history": 5}.get(op, goal_at(op))
+    at = {"prefill": 8, "prefill_conv": 2, "flush_history": 5, "tree_verify_folding": 8}
+    at = at.get(op, goal_at(op))
     args[at] = args[at].clone()
     args[at][[0, 2]] = 4
     with pytest.raises(ValueError, match="slot 4 is in rows 0 and 2"):
@@ -1210,9 +1309,8 @@ def test_a_slot_is_written_by_one_row_only(op):
 @pytest.mark.parametrize("op", [n for n in calls() if " " not in n and n != "greedy_accept"])
 def test_a_slot_out_of_range_is_refused(op, wrong):
     args = list(calls()[op])
-    verify = dict.fromkeys(
-        ("tree_verify", "tree_verify_into", "tree_verify_snapshot", "tree_outputs"), 8
-    )
+    verify = ("tree_verify", "tree_verify_into", "tree_verify_folding", "tree_verify_snapshot")
+    verify = dict.fromkeys((*verify, "tree_outputs"), 8)
     verify |= {"tree_conv": 2, "tree_conv_into": 2}
     at = {"prefill": 8, "prefill_conv": 2, "flush_history": 5, **verify}.get(op, goal_at(op))
     args[at] = args[at].clone()

@@ -443,6 +443,80 @@ def test_deferred_rewrites_the_state_only_when_the_history_is_full(config):
     assert torch.equal(fresh, run.manager.state)
 
 
+def test_verification_folds_a_history_that_the_longest_path_may_not_fit(config):
+    """The state moves while the tree is verified; the commit only appends behind it."""
+    run = Run(config, "deferred", seed=8, history_capacity=5, max_path=3)
+    run.allocate(2)
+    policy, tree = run.manager.policy, tree_batch([[-1, 0, 1]], [2])
+    lengths = []
+    for _ in range(6):
+        before = run.manager.state.clone()
+        folds = int(policy._history_len[2]) > policy.fold_above(tree) == 2
+        after = run.verify(tree, [[-1, 0, 1]], [1])
+        assert torch.equal(before, run.manager.state) != folds
+        assert bool(policy._folds.folding[2]) == folds
+        assert bool(policy._folds.folded.all(3).all(2)[:, 2].all()) == folds
+        before = run.manager.state.clone()
+        run.manager.commit(int32([1]))
+        run.chains[2] = after[0]
+        assert torch.equal(before, run.manager.state)
+        assert not any(x.any() for x in policy._folds)
+        lengths.append(int(policy._history_len[2]))
+    assert lengths == [2, 4, 2, 4, 2, 4]
+    run.check()
+
+
+def test_a_tree_given_up_after_its_folds_leaves_the_sequence(config):
+    """Given up after some layers, rejected, saved, and the slot given to another sequence."""
+    run = Run(config, "deferred", seed=9, history_capacity=6, max_path=3, num_checkpoints=1)
+    run.allocate(1)
+    for _ in range(2):
+        run.step([1], accept=lambda parents: min(2, len(parents) - 1))
+    while int(run.manager.policy._history_len[1]) <= 3:
+        run.step([1], accept=lambda parents: 0)
+    policy, tree = run.manager.policy, tree_batch([[-1, 0, 1]], [1])
+    assert policy.fold_above(tree) == 3
+    step = run.manager.verify(tree)
+    tokens = Tokens.random(1, 3, channels=run.channels, dtype=run.dtype)
+    run_layer(step, 0, tokens, run.weights[0])
+    assert policy._folds.folded[:, 1].flatten(1).any(1).tolist() == [True] + [False] * (LAYERS - 1)
+    run.manager.discard()
+    held = int(policy._history_len[1])
+    run.verify(tree, [[-1, 0, 1]], [1])  # checked against every node's path
+    run.manager.commit(int32([-1]))
+    assert int(policy._history_len[1]) == held
+    assert policy._folds.folding[1] == 1
+    run.verify(tree, [[-1, 0, 1]], [1])
+    run.manager.discard()
+    run.manager.save(1, 0)
+    assert not any(x.any() for x in (policy._history_len, *policy._folds))
+    run.check()
+    while int(policy._history_len[1]) <= 3:
+        run.step([1], accept=lambda parents: 0)
+    run.verify(tree, [[-1, 0, 1]], [1])
+    run.manager.discard()
+    assert policy._folds.folding[1] == 1
+    run.manager.free(1)
+    run.chains.clear()
+    run.allocate(1)
+    assert not any(x[..., 1].any() for x in (policy._history_len, policy._folds.folding))
+    assert not policy._folds.folded.any()
+    run.step([1])
+    run.check()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "max_path", "nodes", "above"),
+    [(16, 4, 16, 12), (16, 4, 3, 13), (16, 9, 16, 8), (5, 5, 7, 2), (16, 40, 1, 15)],
+)
+def test_how_long_a_history_is_folded(config, capacity, max_path, nodes, above):
+    """Room for the longest path, less half the capacity at least; known without the device."""
+    options = {"history_capacity": capacity, "max_path": max_path}
+    policy = make_manager(config, "deferred", **options).policy
+    tree = tree_batch([[*range(-1, nodes - 1)]], [0])
+    assert policy.fold_above(tree) == above
+
+
 def test_a_thousand_commits_do_not_drift():
     """CASES 19: after a thousand steps the error is at most twice the plain recurrence's.
 
@@ -600,6 +674,8 @@ def test_wrong_settings_are_refused(config):
         make_manager(config, "copy")
     with pytest.raises(ValueError, match="history_capacity"):
         make_manager(config, "deferred", history_capacity=0)
+    with pytest.raises(ValueError, match="max_path must be >= 1, got 0"):
+        make_manager(config, "deferred", max_path=0)
     with pytest.raises(ValueError, match="max_nodes"):
         StateManager(
             config,

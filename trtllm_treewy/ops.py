@@ -273,7 +273,7 @@ def tree_verify_folding(
     real, out, found, decays = _solve(op, inputs, state, trees, history, folds)
     u.copy_(select_nodes(real, found.to(u.dtype)))
     g.copy_(select_nodes(real, decays))
-    if state.shape[0] == 0 or parents.shape[1] == 0:
+    if state.shape[0] == 0 or parents.numel() == 0:
         return select_nodes(real, out)
     long = read_rows(history_len, slot).clamp(max=history_u.shape[1]) > fold_above
     writes = Writes.of((slot >= 0) & (num_nodes > 0) & long & ~folds.of(slot), slot)

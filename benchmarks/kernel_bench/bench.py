@@ -19,6 +19,7 @@ from .floors import Rates, work_of
 from .results import OURS, Row
 
 LAYER_CALLS = {"commit", "commit_inputs", "conv_commit", "step_reconstruct", "step_deferred"}
+LAYER_CALLS |= {"step_deferred_apart", "deferred_append", "deferred_append_folded"}
 
 
 class Clock(Protocol):

@@ -128,7 +128,18 @@ def step_cases(quick: bool) -> list[Case]:
         for topology, nodes in (("tree", 16), ("chain", 4), ("chain", 8))
         for state, stash in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))
         for batch in ((64,) if quick else (8, 64, 128))
-        for operation in ("step_reconstruct", "step_deferred")
+        for operation in ("step_reconstruct", "step_deferred", "step_deferred_apart")
+    ]
+
+
+def phase_cases(quick: bool) -> list[Case]:
+    """The phases of a deferred period, alone."""
+    operations = ("deferred_verify", "deferred_fold", "deferred_append", "deferred_append_folded")
+    return [
+        Case(operation, state, "tree", 16, batch, stash)
+        for state, stash in (("bf16", "bf16"), ("fp32", "fp32"))
+        for batch in ((64,) if quick else (1, 8, 64, 128))
+        for operation in operations
     ]
 
 

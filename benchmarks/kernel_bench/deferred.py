@@ -1,16 +1,23 @@
 """Times of whole steps by commit policy: every layer verified, then one commit of all layers.
 
 Deferred: histories begin with one path, and a graph holds the steps of a whole period, so that its
-last commit folds every history and leaves one path again. The flush is in the time, and replays
-repeat the same period. Reconstruct is timed over as many steps. States of all layers are far larger
-than the cache, and so cold. A time is of one step's layer.
+last step folds every history and leaves one path again. The fold is in the time, and replays repeat
+the same period. Either the last verifications fold ("step_deferred", as the engine does) or the
+last commit ("step_deferred_apart"). Reconstruct is timed over as many steps. States of all layers
+are far larger than the cache, and so cold. A time is of one step's layer.
+
+The phases of a period are timed alone, too: verification behind a history that stays and behind one
+that it folds, and the commit that appends behind either.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from trtllm_treewy import cuda_library
+from trtllm_treewy.op_inputs import Folds
 
 from .bench import Bench
 from .cases import HISTORY, PATH, Case
@@ -20,13 +27,19 @@ from .layer import CODES, Layer, new_pool, set_strides
 
 
 class Histories:
-    """Histories of all layers in the stash's types: `PATH` random entries a slot.
+    """Histories of all layers in the stash's types, of random entries.
+
+    Args:
+        layer: whose stash they are of.
+        capacity: entries of a slot, at most.
+        folds: verification folds those that one more path of `PATH` does not fit behind.
 
     Attributes:
         u [L, slots, H, HV, V], k [L, slots, H, HK, K], g [L, slots, H, HV], length int32 [slots].
+        folds: what verification has folded, or None.
     """
 
-    def __init__(self, layer: Layer, capacity: int) -> None:
+    def __init__(self, layer: Layer, capacity: int, *, folds: bool = False) -> None:
         dims, (layers, slots) = layer.dims, layer.pool.shape[:2]
         shape = (layers, slots, capacity)
         stash, to = layer.g if layer.u is None else layer.u, {"device": layer.device}
@@ -35,10 +48,17 @@ class Histories:
         self.g = torch.rand(*shape, dims.value_heads, device=layer.device).neg_()
         self.length = torch.empty(slots, dtype=torch.int32, device=layer.device)
         self.capacity = capacity
+        self.folds: Folds | None = None
+        if folds:
+            sizes = layers, slots, dims.value_heads, dims.value_dim
+            self.folds = Folds.new(*sizes, torch.device(layer.device))
         self.restart()
 
-    def restart(self) -> None:
-        self.length.fill_(PATH)
+    def restart(self, length: int = PATH, folded: bool = False) -> None:
+        """Of every slot `length` entries, which the states hold already if `folded`."""
+        self.length.fill_(length)
+        for flags in self.folds or ():
+            flags.fill_(int(folded))
 
     def params(self, layer: int = 0) -> cuda_library.History:
         """From this layer on; verification reads one layer, the commit all."""
@@ -48,7 +68,15 @@ class Histories:
             tensor = getattr(self, name)
             setattr(params, name, tensor[layer].data_ptr())
             set_strides(params, f"{name}_stride", tensor)
+        if self.folds is not None:
+            params.folded = self.folds.folded[layer].data_ptr()
+            params.folding = self.folds.folding.data_ptr()
+            set_strides(params, "folded_stride", self.folds.folded)
         return params
+
+    def count_folding(self, slot: torch.Tensor) -> int:
+        """Rows of which verification has folded something."""
+        return 0 if self.folds is None else int(self.folds.folding[slot.long()].sum())
 
 
 def time_step(bench: Bench, case: Case) -> float:
@@ -57,7 +85,9 @@ def time_step(bench: Bench, case: Case) -> float:
     pool = new_pool(bench.dims, case.state, slots, bench.device, layers=bench.dims.layers)
     layer = Layer(bench.dims, case.topology, case.nodes, case.batch, pool, stash=case.stash)
     errors, drawn = Errors(bench.device), bench.draw_slots(case.batch, 1, slots)
-    histories = Histories(layer, HISTORY) if case.operation == "step_deferred" else None
+    histories = None
+    if case.operation != "step_reconstruct":
+        histories = Histories(layer, HISTORY, folds=case.operation == "step_deferred")
     accepted = layer.trees.at_depth(PATH)
     commit = commit_params(layer, drawn.slot[0], accepted, errors)
     calls = step_calls(bench, layer, drawn.slot[0], commit, histories)
@@ -81,21 +111,32 @@ def time_step(bench: Bench, case: Case) -> float:
 
 
 def check_period(calls: list[Call], histories: Histories, slot: torch.Tensor) -> None:
-    """Runs a period step by step: histories fill up, and the last commit folds them.
+    """Runs a period step by step: histories fill up, and the last step folds them.
 
     Raises:
-        RuntimeError: they do not, so that a time would not be of a whole period.
+        RuntimeError: they do not, so that a time would not be of a whole period; or it is not the
+            last verification that folds, where it should.
     """
     histories.restart()
     for length in [*range(2 * PATH, HISTORY + 1, PATH), PATH]:
-        for call in calls:
+        for call in calls[:-1]:
             call()
+        _expect_folding(histories, slot, length == PATH)
+        calls[-1]()
         found = histories.length[slot.long()]
         if bool((found != length).any()):
             raise RuntimeError(
                 f"histories hold {found.tolist()} entries after a step, expected {length} each: "
                 "a period would not be timed as a whole"
             )
+
+
+def _expect_folding(histories: Histories, slot: torch.Tensor, all_rows: bool) -> None:
+    """Raises RuntimeError unless verification has folded something of all rows, or of none."""
+    wanted = len(slot) if all_rows and histories.folds is not None else 0
+    found = histories.count_folding(slot)
+    if found != wanted:
+        raise RuntimeError(f"verification folded histories of {found} rows, expected {wanted}")
 
 
 def step_calls(
@@ -111,8 +152,61 @@ def step_calls(
         verify = layer.verify(slot, index)
         if histories is not None:
             verify.history = histories.params(index)
+            verify.fold_above = HISTORY - PATH
         calls.append(bench.call("treewy_tree_verify", verify))
     if histories is None:
         return [*calls, bench.call("treewy_commit", commit)]
     both = cuda_library.CommitDeferredParams(commit=commit, history=histories.params())
     return [*calls, bench.call("treewy_commit_deferred", both)]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a phase of a period finds.
+
+    Attributes:
+        length: entries of every history.
+        verifies: it is the verification, of one layer; else the commit of all.
+        folds: the verification folds them; they are folded, for the commit.
+    """
+
+    length: int
+    verifies: bool
+    folds: bool
+
+
+def phase_of(operation: str) -> Phase:
+    """The phase of an operation "deferred_*"."""
+    return {
+        "deferred_verify": Phase(HISTORY - PATH, True, False),
+        "deferred_fold": Phase(HISTORY, True, True),
+        "deferred_append": Phase(PATH, False, False),
+        "deferred_append_folded": Phase(HISTORY, False, True),
+    }[operation]
+
+
+def time_phase(bench: Bench, case: Case) -> float:
+    """A layer's share of a phase; every call is of another layer, or of all."""
+    phase, slots = phase_of(case.operation), slots_for(case.batch)
+    pool = new_pool(bench.dims, case.state, slots, bench.device, layers=bench.dims.layers)
+    layer = Layer(bench.dims, case.topology, case.nodes, case.batch, pool, stash=case.stash)
+    errors, drawn = Errors(bench.device), bench.draw_slots(case.batch, 1, slots)
+    histories = Histories(layer, HISTORY, folds=True)
+    commit = commit_params(layer, drawn.slot[0], layer.trees.at_depth(PATH), errors)
+    calls = step_calls(bench, layer, drawn.slot[0], commit, histories)
+    calls = calls[:-1] if phase.verifies else calls[-1:]
+
+    def before() -> None:
+        drawn.draw()
+        histories.restart(phase.length, phase.folds and not phase.verifies)
+
+    us = bench.clock.us(calls, before)
+    errors.check(case.operation)
+    _expect_folding(histories, drawn.slot[0], phase.verifies and phase.folds)
+    if phase.verifies:
+        return us
+    wanted = PATH if phase.folds else phase.length + PATH
+    found = histories.length[drawn.slot[0].long()]
+    if bool((found != wanted).any()):
+        raise RuntimeError(f"histories hold {found.tolist()} entries, expected {wanted} each")
+    return us / bench.dims.layers

@@ -103,21 +103,41 @@ def step_work(dims: Dims, case: Case) -> Work:
     """A step of all layers: verification, and the policy's commit of a path of `PATH` nodes.
 
     Deferred: on average the history of a step is read, a path is appended, and every
-    HISTORY / PATH steps the history is folded into the state. It holds u as the stash does, and raw
+    HISTORY / PATH steps the history is folded into the state: written by the verification that has
+    read it, or read and written by the commit ("apart"). It holds u as the stash does, and raw
     keys.
     """
     verify = verify_work(dims, case).scaled(dims.layers)
     path = Case("commit", case.state, "chain", PATH, case.batch, case.stash)
     if case.operation == "step_reconstruct":
         return verify + commit_work(dims, path)
-    entry = stash_bytes(dims, case.stash, 1) + ACTIVATION * dims.key_heads * dims.key_dim
+    entry = entry_bytes(dims, case)
     period = HISTORY // PATH
     held = (1 + period) / 2 * PATH  # entries that a verification finds, on average
     append = 2 * PATH * entry
-    fold = 2 * dims.state_elements * ELEMENT[case.state] + HISTORY * entry
+    state = dims.state_elements * ELEMENT[case.state]
+    fold = 2 * state + HISTORY * entry if case.operation == "step_deferred_apart" else state
     moved = held * entry + append + fold / period
     products = (held * case.nodes * 4 + 2 * PATH) * dims.value_heads * dims.value_dim
     return verify + Work(moved, products).scaled(case.batch * dims.layers)
+
+
+def entry_bytes(dims: Dims, case: Case) -> int:
+    """Of an entry of a history, one sequence and layer."""
+    return stash_bytes(dims, case.stash, 1) + ACTIVATION * dims.key_heads * dims.key_dim
+
+
+def phase_work(dims: Dims, case: Case) -> Work:
+    """A phase of a deferred period: verification of one layer, or the append of all."""
+    entry = entry_bytes(dims, case)
+    if case.operation.startswith("deferred_append"):
+        return Work(2 * PATH * entry, 0).scaled(case.batch * dims.layers)
+    folds = case.operation == "deferred_fold"
+    held = HISTORY if folds else HISTORY - PATH
+    moved = held * entry + (dims.state_elements * ELEMENT[case.state] if folds else 0)
+    products = held * case.nodes * 4 * dims.value_heads * dims.value_dim
+    products += 2 * held * dims.state_elements if folds else 0
+    return verify_work(dims, case) + Work(moved, products).scaled(case.batch)
 
 
 def conv_work(dims: Dims, case: Case) -> Work:
@@ -155,6 +175,8 @@ def work_of(dims: Dims, case: Case) -> Work:
         return commit_work(dims, case)
     if case.operation.startswith("step_"):
         return step_work(dims, case)
+    if case.operation.startswith("deferred_"):
+        return phase_work(dims, case)
     if case.operation in ("tree_conv", "conv_commit", "prefill_conv"):
         return conv_work(dims, case)
     if case.operation == "prefill":

@@ -252,6 +252,126 @@ def test_deferred_commit_equals_the_reference(gpu, capacity, state_dtype):
         suite.check_deferred(gpu, case, capacity=capacity, stash=state_dtype)
 
 
+@pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
+@pytest.mark.parametrize("capacity", [1, 15, 16, 31, 32])
+def test_verification_folds_histories(gpu, capacity, types):
+    """Of rows that have more than half; the bits of a flush; both tiles, many blocks."""
+    for nodes in (1, 8, 16):
+        for tile in (1, 2) if types[1] == BF16 else (1,):
+            case = TreeCase(
+                capacity + nodes, Dims(2, 4, 128, 128), nodes, dtype=types[0],
+                state_dtype=types[1], decay=DECAYS[(capacity + nodes) % 3], layers=2, batch=40,
+                slots=70, pads=1,
+            )  # fmt: skip
+            with suite.verify_tile(cuda_library.load_library(), tile):
+                suite.check_folding(gpu, case, capacity=capacity, stash=types[1])
+
+
+@pytest.mark.parametrize(
+    ("dims", "nodes", "dtype", "state_dtype", "tile", "pad"),
+    [
+        (Dims(2, 4, 64, 64), 9, BF16, BF16, 1, None),
+        (Dims(2, 4, 128, 64), 20, BF16, F32, 1, None),
+        (Dims(2, 4, 128, 128), 9, F32, F32, 1, None),
+        (Dims(2, 4, 128, 128), 9, BF16, F32, 2, None),
+        (Dims(2, 4, 128, 64), 9, F16, BF16, 1, (1, 1)),
+    ],
+)
+def test_verification_that_cannot_fold_leaves_histories(
+    gpu, dims, nodes, dtype, state_dtype, tile, pad
+):
+    case = TreeCase(nodes, dims, nodes, dtype=dtype, state_dtype=state_dtype, layers=2, pads=1)
+    with suite.verify_tile(cuda_library.load_library(), tile):
+        suite.check_folding(gpu, case, capacity=12, stash=state_dtype, folds=False, pad=pad)
+
+
+@pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
+@pytest.mark.parametrize("batch", [1, 5, 60])
+def test_commits_meet_what_verification_has_folded(gpu, batch, types):
+    """In all layers, some and none, in one batch; kernels that cannot fold heed the flags."""
+    for nodes, capacity in ((9, 16), (16, 32)):
+        options = {"dtype": types[0], "state_dtype": types[1], "layers": 3, "batch": batch}
+        options["slots"] = batch + 9
+        case = TreeCase(nodes, Dims(2, 4, 128, 128), nodes, **options)
+        other = TreeCase(batch, Dims(2, 4, 128, 128), 18, **options)
+        other.slot, other.state = case.slot, case.state
+        suite.check_deferred_folding(
+            gpu, case, capacity=capacity, stash=types[1], steps=8, other=other
+        )
+
+
+def test_folds_by_other_kernels_than_tensor_cores_heed_the_flags(gpu):
+    for seed, (dims, capacity, dtype) in enumerate(
+        (
+            (Dims(1, 2, 64, 200), 40, BF16),
+            (Dims(1, 1, 24, 72), 9, F32),
+            (Dims(2, 2, 64, 48), 9, BF16),
+            (Dims(2, 4, 128, 128), 16, BF16),
+        )
+    ):
+        for state_dtype in (F32, BF16):
+            case = TreeCase(
+                seed, dims, 5, dtype=dtype, state_dtype=state_dtype, layers=3, batch=4, slots=6
+            )
+            suite.check_flush_of_flags(gpu, case, capacity=capacity)
+
+
+def test_folding_arguments_are_checked(gpu):
+    case = TreeCase(1, Dims(1, 1, 64, 64), 3, layers=1)
+    suite.check_folding_arguments(gpu, case, cuda_library.load_library())
+
+
+@pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
+def test_captured_steps_that_fold_replay(gpu, types):
+    """One graph of a folding verification and its commit; it folds where the lengths say so."""
+    capacity, nodes = 16, 9
+    case = TreeCase(
+        1, Dims(2, 4, 128, 128), nodes, dtype=types[0], state_dtype=types[1], batch=6, slots=9
+    )
+    pools = suite.FoldingPools(gpu, case, capacity, types[1])
+    inputs = [gpu.put(x) for x in (*case.raw[0].values(),)]
+    trees, accepted = [gpu.put(x) for x in case.trees], gpu.put(case.accepted)
+    u = torch.empty(inputs[2].shape, dtype=types[1], device="cuda")
+    g = torch.empty(inputs[2].shape[:3], device="cuda")
+    of_layer = [x[0] for x in pools.history[:3]] + pools.history[3:]
+    before = [x.clone() for x in (pools.state, *pools.history, *pools.folds)]
+
+    def step():
+        args = (*inputs, pools.state[0], *trees, u, g, *of_layer, pools.folds[0][0])
+        out = gpu.call("tree_verify_folding", *args, pools.folds[1], 7)
+        stash = u[None], inputs[1][None], g[None]
+        gpu.call("commit_deferred", pools.state, *pools.history, *trees, accepted, *stash,
+                 *pools.folds)  # fmt: skip
+        return out
+
+    replay = capture(step)
+    for x, y in zip((pools.state, *pools.history, *pools.folds), before, strict=True):
+        x.copy_(y)  # as before the warm-up
+    folded = 0
+    for seed in range(12):
+        accepted.copy_(suite._accepted_within(case, capacity))
+        held = pools.lengths
+        folded += int((held[case.slot.long()] > 7).sum())
+        exact = pools.exact[0], *case.trees, *(x[0] for x in pools.truth[:3]), pools.truth[3]
+        wanted = treewy_wide(case.raw[0], exact)
+        out = replay()
+        tolerance = 8e-3 if types[1] == BF16 or out.dtype == BF16 else 1e-3
+        gpu.close(f"captured folding {seed % 2}", out, wanted[0], tolerance=tolerance)
+        stash = u.cpu()[None], case.raw[0]["k"][None], g.cpu()[None]
+        wide = suite.wide(*stash)
+        torch.ops.treewy.commit_deferred(
+            pools.exact, *pools.truth, *case.trees, accepted.cpu(), *wide
+        )
+        assert not pools.flags.any()
+    assert folded > 6
+    pools.check("captured folding state")
+
+
+def treewy_wide(raw, rest):
+    """`tree_verify` in float64."""
+    return torch.ops.treewy.tree_verify(*suite.wide(*raw.values()), *rest)
+
+
 def test_histories_in_bfloat16_do_not_drift(gpu):
     suite.check_drift_in_bfloat16(gpu, steps=1000, dims=Dims(1, 2, 128, 128))
 
