@@ -23,8 +23,10 @@ from .op_inputs import (
 )
 from .op_stash import InputStash, Stash
 
-_DEFERRED_POOLS = ("state", "history_u", "history_k", "history_g", "history_len")
-_DEFERRED_POOLS += ("history_folded", "history_folding")
+_DEFERRED_POOLS = (
+    *("state", "history_u", "history_k", "history_g", "history_len"),
+    *("history_folded", "history_folding"),
+)
 
 
 @torch.library.custom_op("treewy::commit", mutates_args=("state",))
@@ -273,7 +275,7 @@ def _fold(
     if not writes:
         return
     for layer in range(state.shape[0]):
-        of_layer = History(*(x[layer] for x in history[:3]), history.length)
+        of_layer = History(history.u[layer], history.k[layer], history.g[layer], history.length)
         # The rows that verification has folded are there; the others are known here.
         known = None if folds is None else Folds(folds.folded[layer], folds.folding)
         fold_layer(state[layer], of_layer, known, writes)

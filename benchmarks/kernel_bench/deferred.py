@@ -192,7 +192,8 @@ def time_phase(bench: Bench, case: Case) -> float:
     layer = Layer(bench.dims, case.topology, case.nodes, case.batch, pool, stash=case.stash)
     errors, drawn = Errors(bench.device), bench.draw_slots(case.batch, 1, slots)
     histories = Histories(layer, HISTORY, folds=True)
-    commit = commit_params(layer, drawn.slot[0], layer.trees.at_depth(PATH), errors)
+    accepted = layer.trees.at_depth(PATH)  # held as long as parameters name its address
+    commit = commit_params(layer, drawn.slot[0], accepted, errors)
     calls = step_calls(bench, layer, drawn.slot[0], commit, histories)
     calls = calls[:-1] if phase.verifies else calls[-1:]
 

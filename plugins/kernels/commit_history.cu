@@ -7,8 +7,9 @@
 // append the paths, and only then change the lengths, which the first two read in every layer.
 //
 // Verification may have folded a history in some layers or in all (treewy_history). Its slot then
-// folds, room or not: the first launch does what is left, by flags, and the last clears these. Where
-// all is done already, blocks leave after the slot, its length and the flags that they would serve.
+// folds, room or not: the first launch does what is left, by flags, and the last clears these.
+// Where all is done already, blocks leave after the slot, its length and the flags that they would
+// serve.
 //
 // Threads. A block appends the path of one (layer, row) for some key heads and their value heads:
 // it finds the path once. Where the stash's rows can be copied as they are, a thread moves the same
@@ -27,8 +28,8 @@
 //     24    14              2.6 (4.3)    1.4 (2.4)   7   (14)        11  (20)
 //     32    18              3.3 (5.5)    1.4 (2.4)   5.5 (10.5)      10  (18)
 // bfloat16 (float32) state; a fold, by the commit, is taken at 1.2 times the bytes of state and
-// entries, which has not been measured yet. Beyond 32 the reads grow as fast as the folds get fewer, and verification
-// would leave the kernel of short histories.
+// entries, which has not been measured yet. Beyond 32 the reads grow as fast as the folds get
+// fewer, and verification would leave the kernel of short histories.
 //
 // Folds are looked for in every layer by few blocks: a row whose history has room for the nodes up
 // to the accepted one leaves after three reads.

@@ -9,7 +9,6 @@
 
 namespace treewy {
 
-
 // The weights of a pair of blocks, `kind` 0 for W (and T_d - I), 1 for C: terms of 32 lanes of 16
 // bytes. Word 2 j + i of lane (g, c) holds row t = 8 j + g, columns 8 i + 2 c, + 1.
 template <int kTerms>
