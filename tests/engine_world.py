@@ -66,6 +66,7 @@ def make_executor(model, **changes) -> TorchExecutor:
     options = {k: changes.pop(k) for k in ("state_commit", "stash") if k in changes}
     if options.get("state_commit") == "deferred":
         options["deferred_history"] = 12
+        options["max_path"] = 5  # some trees of the tests are deeper: the commit folds for these
     limits = {
         "max_batch_size": 4,
         "max_seq_len": 128,

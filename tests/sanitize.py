@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 
+import folding_suite as folds
 import kernel_suite as suite
 import prefill_suite as prefills
 from gdn_cases import Dims
@@ -44,7 +45,7 @@ def histories(machine):
             case = TreeCase(nodes, WIDE, nodes, dtype=dtype, state_dtype=state, layers=2)
             suite.check_deferred(machine, case, capacity=capacity, steps=3, stash=stash)
             kept = stash or F32
-            suite.check_deferred_folding(machine, case, capacity=capacity, steps=3, stash=kept)
+            folds.check_deferred_folding(machine, case, capacity=capacity, steps=3, stash=kept)
 
 
 def commits(machine):

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import folding_suite as folds
 import kernel_suite as suite
 import prefill_suite as prefills
 import pytest
@@ -381,7 +382,7 @@ def test_verification_folds_histories(host, host_library, capacity, types):
         stash = F32 if index else types[1]
         wide = types[1] == BF16 and (capacity > 16 or (capacity == 16) == bool(index))
         with suite.verify_tile(host_library, 2 if wide else 1):
-            suite.check_folding(host, case, capacity=capacity, stash=stash)
+            folds.check_folding(host, case, capacity=capacity, stash=stash)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +400,7 @@ def test_verification_that_cannot_fold_leaves_histories(
 ):
     case = TreeCase(nodes, dims, nodes, dtype=dtype, state_dtype=state_dtype, layers=2, pads=1)
     with suite.verify_tile(host_library, tile):
-        suite.check_folding(host, case, capacity=12, stash=state_dtype, folds=False, pad=pad)
+        folds.check_folding(host, case, capacity=12, stash=state_dtype, folds=False, pad=pad)
 
 
 @pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
@@ -413,7 +414,7 @@ def test_commits_meet_what_verification_has_folded(host, types):
         case = TreeCase(seed, dims, (9, 6)[seed], pads=seed % 2, **options)
         other = TreeCase(seed + 9, dims, 18, **options)
         other.slot, other.state = case.slot, case.state
-        seen |= suite.check_deferred_folding(
+        seen |= folds.check_deferred_folding(
             host, case, capacity=(11, 24)[seed], stash=types[1],
             other=other if seed == 0 else None, steps=(6, 4)[seed],
         )  # fmt: skip
@@ -423,8 +424,8 @@ def test_commits_meet_what_verification_has_folded(host, types):
 def test_one_sequence_is_folded_by_several_blocks(host, host_library):
     """Batch 1: the narrow tile, by which V of a head is shared out among blocks."""
     case = TreeCase(3, Dims(1, 2, 128, 256), 8, dtype=BF16, state_dtype=BF16, layers=2, batch=1)
-    suite.check_deferred_folding(host, case, capacity=9, stash=BF16)
-    suite.check_folding(host, case, capacity=9, stash=BF16)
+    folds.check_deferred_folding(host, case, capacity=9, stash=BF16)
+    folds.check_folding(host, case, capacity=9, stash=BF16)
 
 
 def test_folds_of_what_is_not_finite_come_last(host):
@@ -433,7 +434,7 @@ def test_folds_of_what_is_not_finite_come_last(host):
     case.raw[0]["k"][:, 8] = 1e25
     case.parents[:], case.parents[:, 0] = 0, -1
     case.num_nodes[:] = 9
-    pools = suite.FoldingPools(host, case, 20, BF16)
+    pools = folds.FoldingPools(host, case, 20, BF16)
     history = suite.random_history(case, 20, stash=BF16)
     history[3][:] = 18
     for ours, there in zip(pools.history, history, strict=True):
@@ -461,7 +462,7 @@ def test_folds_by_other_kernels_than_tensor_cores_heed_the_flags(host):
         )
     ):
         for state_dtype in (F32, BF16):
-            suite.check_flush_of_flags(
+            folds.check_flush_of_flags(
                 host, TreeCase(seed, dims, 5, dtype=dtype, state_dtype=state_dtype, layers=3,
                                batch=4, slots=6),
                 capacity=capacity,
@@ -470,7 +471,7 @@ def test_folds_by_other_kernels_than_tensor_cores_heed_the_flags(host):
 
 def test_folding_arguments_are_checked(host, host_library):
     case = TreeCase(1, Dims(1, 1, 64, 64), 3, layers=1)
-    suite.check_folding_arguments(host, case, host_library)
+    folds.check_folding_arguments(host, case, host_library)
 
 
 def test_folds_by_blocks_of_several_key_heads(host):

@@ -118,6 +118,8 @@ class Folds(NamedTuple):
                 f"treewy::{op}: history_folded must be contiguous within a slot, got strides "
                 f"{list(self.folded.stride())}"
             )
+        if not self.folding.is_contiguous():
+            raise ValueError(f"treewy::{op}: history_folding must be contiguous")
 
     def of(self, slot: Tensor) -> Tensor:
         """Bool [B], rows whose history the state of a layer's pools holds."""

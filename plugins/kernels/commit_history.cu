@@ -252,9 +252,10 @@ __global__ void __launch_bounds__(kAppendThreads)
 // What verification has folded is forgotten, as the history it was of; for all threads of a block.
 __device__ __forceinline__ void forget_folds(const treewy_history& history,
                                              const treewy_state_pool& pool, int64_t slot) {
-    const int64_t flags = int64_t{pool.layers} * pool.value_heads * flags_of_head(pool);
-    for (int64_t i = threadIdx.x; i < flags; i += kCommitThreads) {
-        *folded_flag(history, pool, slot, i) = 0;
+    const int of_layer = pool.value_heads * flags_of_head(pool);
+    for (int layer = 0; layer < pool.layers; ++layer) {
+        uint8_t* const flags = folded_flag(history, pool, slot, layer, 0, 0);
+        for (int i = static_cast<int>(threadIdx.x); i < of_layer; i += kCommitThreads) flags[i] = 0;
     }
     if (threadIdx.x == 0) history.folding[slot] = 0;
 }

@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import folding_suite as folds
 import kernel_suite as suite
 import prefill_suite as prefills
 from gdn_cases import DECAYS, Dims, generator, randint, same_bits
@@ -264,7 +265,7 @@ def test_verification_folds_histories(gpu, capacity, types):
                 slots=70, pads=1,
             )  # fmt: skip
             with suite.verify_tile(cuda_library.load_library(), tile):
-                suite.check_folding(gpu, case, capacity=capacity, stash=types[1])
+                folds.check_folding(gpu, case, capacity=capacity, stash=types[1])
 
 
 @pytest.mark.parametrize(
@@ -282,7 +283,7 @@ def test_verification_that_cannot_fold_leaves_histories(
 ):
     case = TreeCase(nodes, dims, nodes, dtype=dtype, state_dtype=state_dtype, layers=2, pads=1)
     with suite.verify_tile(cuda_library.load_library(), tile):
-        suite.check_folding(gpu, case, capacity=12, stash=state_dtype, folds=False, pad=pad)
+        folds.check_folding(gpu, case, capacity=12, stash=state_dtype, folds=False, pad=pad)
 
 
 @pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
@@ -295,7 +296,7 @@ def test_commits_meet_what_verification_has_folded(gpu, batch, types):
         case = TreeCase(nodes, Dims(2, 4, 128, 128), nodes, **options)
         other = TreeCase(batch, Dims(2, 4, 128, 128), 18, **options)
         other.slot, other.state = case.slot, case.state
-        suite.check_deferred_folding(
+        folds.check_deferred_folding(
             gpu, case, capacity=capacity, stash=types[1], steps=8, other=other
         )
 
@@ -313,12 +314,12 @@ def test_folds_by_other_kernels_than_tensor_cores_heed_the_flags(gpu):
             case = TreeCase(
                 seed, dims, 5, dtype=dtype, state_dtype=state_dtype, layers=3, batch=4, slots=6
             )
-            suite.check_flush_of_flags(gpu, case, capacity=capacity)
+            folds.check_flush_of_flags(gpu, case, capacity=capacity)
 
 
 def test_folding_arguments_are_checked(gpu):
     case = TreeCase(1, Dims(1, 1, 64, 64), 3, layers=1)
-    suite.check_folding_arguments(gpu, case, cuda_library.load_library())
+    folds.check_folding_arguments(gpu, case, cuda_library.load_library())
 
 
 @pytest.mark.parametrize("types", HALF_TYPES, ids=types_id)
@@ -328,11 +329,11 @@ def test_captured_steps_that_fold_replay(gpu, types):
     case = TreeCase(
         1, Dims(2, 4, 128, 128), nodes, dtype=types[0], state_dtype=types[1], batch=6, slots=9
     )
-    pools = suite.FoldingPools(gpu, case, capacity, types[1])
+    pools = folds.FoldingPools(gpu, case, capacity, types[1])
     inputs = [gpu.put(x) for x in (*case.raw[0].values(),)]
     trees, accepted = [gpu.put(x) for x in case.trees], gpu.put(case.accepted)
-    u = torch.empty(inputs[2].shape, dtype=types[1], device="cuda")
-    g = torch.empty(inputs[2].shape[:3], device="cuda")
+    u = torch.empty(inputs[2].shape, dtype=types[1], device=gpu.device)
+    g = torch.empty(inputs[2].shape[:3], device=gpu.device)
     of_layer = [x[0] for x in pools.history[:3]] + pools.history[3:]
     before = [x.clone() for x in (pools.state, *pools.history, *pools.folds)]
 
@@ -349,27 +350,20 @@ def test_captured_steps_that_fold_replay(gpu, types):
         x.copy_(y)  # as before the warm-up
     folded = 0
     for seed in range(12):
-        accepted.copy_(suite._accepted_within(case, capacity))
+        accepted.copy_(folds.accepted_within(case, capacity))
         held = pools.lengths
         folded += int((held[case.slot.long()] > 7).sum())
         exact = pools.exact[0], *case.trees, *(x[0] for x in pools.truth[:3]), pools.truth[3]
-        wanted = treewy_wide(case.raw[0], exact)
+        wanted = torch.ops.treewy.tree_verify(*suite.wide(*case.raw[0].values()), *exact)
         out = replay()
         tolerance = 8e-3 if types[1] == BF16 or out.dtype == BF16 else 1e-3
         gpu.close(f"captured folding {seed % 2}", out, wanted[0], tolerance=tolerance)
         stash = u.cpu()[None], case.raw[0]["k"][None], g.cpu()[None]
-        wide = suite.wide(*stash)
-        torch.ops.treewy.commit_deferred(
-            pools.exact, *pools.truth, *case.trees, accepted.cpu(), *wide
-        )
+        exact = pools.exact, *pools.truth, *case.trees, accepted.cpu()
+        torch.ops.treewy.commit_deferred(*exact, *suite.wide(*stash))
         assert not pools.flags.any()
     assert folded > 6
     pools.check("captured folding state")
-
-
-def treewy_wide(raw, rest):
-    """`tree_verify` in float64."""
-    return torch.ops.treewy.tree_verify(*suite.wide(*raw.values()), *rest)
 
 
 def test_histories_in_bfloat16_do_not_drift(gpu):
