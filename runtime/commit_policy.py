@@ -28,6 +28,8 @@ from trtllm_treewy.batch import TreeBatch
 from trtllm_treewy.op_inputs import Folds
 
 DEFAULT_HISTORY_CAPACITY = 16
+# Rows of a GPU's step up to which a history costs a verification as much as it saves the commit.
+FEW_ROWS = 2
 PSEUDO_VALUES, INPUTS = "pseudo_values", "inputs"
 
 
@@ -319,6 +321,8 @@ class DeferredPolicy(ReconstructPolicy):
         history_capacity: accepted tokens a slot's history holds, at least the longest path of a
             tree (its depth + 1).
         max_path: tokens of the longest path of any tree, as far as it is known.
+        few_rows: steps of so many rows commit as `reconstruct` does: their states are few bytes, and
+            what is left of a history's gain is its latency. None: `FEW_ROWS` on a GPU, else 0.
 
     A history is made of what verification left, to the bit: pseudo-values in the stash's type, and
     raw keys where the activations have 16 bits.
@@ -338,8 +342,12 @@ class DeferredPolicy(ReconstructPolicy):
         stash_dtype: torch.dtype | None = None,
         history_capacity: int = DEFAULT_HISTORY_CAPACITY,
         max_path: int | None = None,
+        few_rows: int | None = None,
     ) -> None:
         super().__init__(shape, state, stash_dtype)
+        if few_rows is None:
+            few_rows = FEW_ROWS if shape.device.type == "cuda" else 0
+        self.few_rows = few_rows
         if max_path is not None and max_path < 1:
             raise ValueError(f"max_path must be >= 1, got {max_path}")
         self.max_path = max_path
@@ -396,6 +404,10 @@ class DeferredPolicy(ReconstructPolicy):
         return max(capacity - min(longest, nodes), capacity // 2)
 
     def commit(self, tree: TreeBatch, accepted: Tensor, inputs: TreeInputs) -> None:
+        if tree.slot.shape[0] <= self.few_rows:
+            self.materialize(tree.slot)  # what steps of more rows have left
+            super().commit(tree, accepted, inputs)
+            return
         torch.ops.treewy.commit_deferred(
             self.state,
             *self._pools(),

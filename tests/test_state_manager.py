@@ -466,6 +466,25 @@ def test_verification_folds_a_history_that_the_longest_path_may_not_fit(config):
     run.check()
 
 
+def test_steps_of_few_rows_commit_at_once_and_fold_what_others_left(config):
+    """Histories that steps of two rows leave are folded by the next step of one, and stay empty."""
+    run = Run(config, "deferred", seed=9, history_capacity=5)
+    run.allocate(2)
+    run.allocate(4)
+    policy = run.manager.policy
+    policy.few_rows, chain = 1, [-1, 0, 1]
+    for slots in ([2, 4], [2], [2], [4, 2], [4, -1], [4]):
+        tree = tree_batch([chain] * len(slots), slots)
+        after = run.verify(tree, [chain] * len(slots), [1] * len(slots))
+        run.manager.commit(int32([1] * len(slots)))
+        for slot, state in zip(slots, after, strict=True):
+            if slot >= 0:
+                run.chains[slot] = state
+        kept = [int(policy._history_len[slot]) for slot in slots if slot >= 0]
+        assert all(length == 0 for length in kept) == (len(slots) == 1)
+    run.check()
+
+
 def test_a_tree_given_up_after_its_folds_leaves_the_sequence(config):
     """Given up after some layers, rejected, saved, and the slot given to another sequence."""
     run = Run(config, "deferred", seed=9, history_capacity=6, max_path=3, num_checkpoints=1)
