@@ -321,8 +321,8 @@ class DeferredPolicy(ReconstructPolicy):
         history_capacity: accepted tokens a slot's history holds, at least the longest path of a
             tree (its depth + 1).
         max_path: tokens of the longest path of any tree, as far as it is known.
-        few_rows: steps of so many rows commit as `reconstruct` does: their states are few bytes, and
-            what is left of a history's gain is its latency. None: `FEW_ROWS` on a GPU, else 0.
+        few_rows: steps of so many rows commit as `reconstruct` does: their states are few bytes,
+            and a history costs latency. None: `FEW_ROWS` on a GPU, else 0.
 
     A history is made of what verification left, to the bit: pseudo-values in the stash's type, and
     raw keys where the activations have 16 bits.
