@@ -474,6 +474,26 @@ def test_folding_arguments_are_checked(host, host_library):
     folds.check_folding_arguments(host, case, host_library)
 
 
+@pytest.mark.parametrize("op", ["flush_history", "commit_deferred"])
+def test_lengths_that_a_commit_writes_may_be_a_view(host, op):
+    """They are written where they are: every other one here, and nothing between them."""
+    case = TreeCase(4, DIMS[0], 5, dtype=BF16, state_dtype=BF16, batch=3, slots=5)
+    *history, length = (x[None] for x in suite.random_history(case, 12, stash=BF16))
+    views, between = length[0].repeat_interleave(2), slice(1, None, 2)
+    views[between] = 77
+    goal = (*case.trees, case.accepted, *case.stash(BF16))
+    given = (case.slot,) if op == "flush_history" else goal
+    found = []
+    for lengths in (length[0].clone(), views[::2]):
+        state, pools = case.state.clone(), [x.clone() for x in history]
+        cuda_ops.KERNELS[op](state, *pools, lengths, *given)
+        found.append((state, lengths))
+    (state, lengths), (mine, own) = found
+    assert torch.equal(own, lengths)
+    assert (views[between] == 77).all()
+    host.close(op, mine, state)
+
+
 def test_folds_by_blocks_of_several_key_heads(host):
     """160 key heads a row, which 103 blocks share: keys are staged again for the next."""
     case = TreeCase(

@@ -119,7 +119,10 @@ class Folds(NamedTuple):
                 f"{list(self.folded.stride())}"
             )
         if not self.folding.is_contiguous():
-            raise ValueError(f"treewy::{op}: history_folding must be contiguous")
+            raise ValueError(
+                f"treewy::{op}: history_folding must be contiguous, got strides "
+                f"{list(self.folding.stride())}"
+            )
 
     def of(self, slot: Tensor) -> Tensor:
         """Bool [B], rows whose history the state of a layer's pools holds."""

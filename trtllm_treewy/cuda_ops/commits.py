@@ -153,16 +153,25 @@ def commit_deferred(
 
 def _setup_deferred(call: Call, *tensors: Any) -> None:
     _check_deferred(*tensors)
-    state, history, parents = tensors[0], tensors[1:4], tensors[6]
+    state, history, length, parents = tensors[0], tensors[1:4], tensors[4], tensors[6]
     u, k, g, folded = tensors[9:13]
     call.reason = reason_for_reference(
         state=state, inputs=(k,), u=u, float32=(g, history[2]), nodes=parents.shape[1]
-    ) or history_reason(history, state)
+    ) or _pools_reason(history, length, state)
     if call.reason is not None:
         return
     call.copies = find_copies(tensors, whole=(5, 6, 7, 8), rows=(9, 10, 11))
     _fill_commit(call, call.params.commit, state, parents, u, k, g)
     _set_pools(call, history, folded)
+
+
+def _pools_reason(
+    history: tuple[Tensor, Tensor, Tensor], length: Tensor, state: Tensor
+) -> str | None:
+    """`history_reason` of pools whose lengths are written, so that a copy would not do."""
+    if not length.is_contiguous():
+        return "history lengths that are not contiguous"
+    return history_reason(history, state)
 
 
 def _set_pools(call: Call, history: tuple[Tensor, Tensor, Tensor], folded: Tensor | None) -> None:
@@ -196,10 +205,10 @@ def flush_history(
 
 def _setup_flush(call: Call, *tensors: Any) -> None:
     _check_flush(*tensors)
-    state, history_u, history_k, history_g, _, slot, folded, _ = tensors
+    state, history_u, history_k, history_g, length, slot, folded, _ = tensors
     history = history_u, history_k, history_g
-    call.reason = reason_for_reference(state=state, float32=(history_g,)) or history_reason(
-        history, state
+    call.reason = reason_for_reference(state=state, float32=(history_g,)) or _pools_reason(
+        history, length, state
     )
     if call.reason is not None:
         return
