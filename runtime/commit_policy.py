@@ -7,7 +7,8 @@ stash, one row a running sequence, all layers in one buffer), and commits once a
   log decays, or the gates alone beside the raw conv inputs, which are kept in any case.
 * `deferred`: stashes pseudo-values; a commit appends the accepted path to a short history of the
   slot, which verification takes into account. The state is rewritten only when that is nearly full:
-  by the verification that reads it anyway, or by the commit where that could not.
+  by the verification that reads it anyway, or by the commit where that could not. On a GPU steps of
+  one or two rows commit as `reconstruct` does.
 * `snapshot`: keeps the whole state of every node and copies one. A baseline and an oracle.
 
 The operators are `torch.ops.treewy.*`; their shapes are in `trtllm_treewy/ops.py`.
@@ -174,7 +175,9 @@ class CommitPolicy(ABC):
 
     @abstractmethod
     def commit(self, tree: TreeBatch, accepted: Tensor, inputs: TreeInputs) -> None:
-        """Moves every row to its accepted node; -1 rows keep every bit.
+        """Moves every row to its accepted node; -1 rows stay where they are.
+
+        They keep every bit, but that `deferred` may fold their history into their state.
 
         Args:
             tree: the tree verified last.
@@ -321,8 +324,9 @@ class DeferredPolicy(ReconstructPolicy):
         history_capacity: accepted tokens a slot's history holds, at least the longest path of a
             tree (its depth + 1).
         max_path: tokens of the longest path of any tree, as far as it is known.
-        few_rows: steps of so many rows commit as `reconstruct` does: their states are few bytes,
-            and a history costs latency. None: `FEW_ROWS` on a GPU, else 0.
+        few_rows: steps of at most so many rows, padding counted, commit as `reconstruct` does, and
+            fold what histories others left: their states are few bytes, and what is left of a
+            history's gain is its latency. None: `FEW_ROWS` on a GPU, else 0.
 
     A history is made of what verification left, to the bit: pseudo-values in the stash's type, and
     raw keys where the activations have 16 bits.

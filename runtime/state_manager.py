@@ -1,9 +1,9 @@
 """Owner of the recurrent and conv state of every sequence, by slot.
 
 A verify pass only reads committed state; `prefill` and `commit` alone write it, but that a deferred
-commit's verification may fold a history into the state it belongs to, which changes where the
-sequence's state is kept and not what it is. One tree is pending between `verify` and `commit`;
-`discard` drops it, which leaves every state as it was.
+commit's verification may fold a history into the state it belongs to, as `save` does: that changes
+where the sequence's state is kept and not what it is. One tree is pending between `verify` and
+`commit`; `discard` drops it, which leaves every sequence as it was.
 
 The conv state needs no snapshots: the window after the accepted node is made of the raw conv
 inputs along its path, which are stashed anyway. The keys a commit needs are computed again from
@@ -197,7 +197,8 @@ class StateManager:
 
         Args:
             accepted: int32 [B], tree index of the last accepted node; rows with -1 keep every
-                bit of their state and conv state.
+                bit of their state and conv state, but that a deferred commit may fold the history
+                into the state.
 
         Raises:
             ValueError: when no tree is pending or not all layers have verified it; for accepted

@@ -71,7 +71,8 @@ class MTPDecodingConfig:
         state_commit: how accepted tokens reach the recurrent state: "reconstruct", "deferred" or
             "snapshot".
         deferred_history: accepted tokens a sequence collects before its state is rewritten, under
-            "deferred"; raised to the longest path if that is longer.
+            "deferred"; raised to the longest path if that is longer. On a GPU steps of one or two
+            rows collect none.
         stash: what "reconstruct" computes the accepted state from: "pseudo_values" (a vector per
             node and value head, written by verification), "inputs" (nothing but what the
             projections write; the accepted path is computed again), or "auto": the faster one,

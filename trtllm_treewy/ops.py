@@ -79,7 +79,9 @@ def tree_verify(
         q, k, v, a, b, A_log, dt_bias, state, slot, parents, num_nodes: see the module; the
             projections are [B, N, ...].
         history_u, history_k, history_g, history_len: accepted nodes that `commit_deferred` has not
-            folded into the state yet, one layer of its pools. All or none.
+            folded into the state yet, one layer of its pools. All or none. Entries that
+            `tree_verify_folding` has folded already would count twice: where it is used, use no
+            other.
         u_dtype: type of u, float32 where not given (float64 if q or the state is); bfloat16 only
             where the state is. Outputs do not depend on it.
 
