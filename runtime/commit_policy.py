@@ -412,7 +412,7 @@ class DeferredPolicy(ReconstructPolicy):
             self.materialize(tree.slot)  # what steps of more rows have left
             super().commit(tree, accepted, inputs)
             return
-        torch.ops.treewy.commit_deferred(
+        torch.ops.treewy.commit_deferred_folding(
             self.state,
             *self._pools(),
             self._history_len,
@@ -432,7 +432,7 @@ class DeferredPolicy(ReconstructPolicy):
 
     def materialize(self, slot: Tensor) -> None:
         pools = (*self._pools(), self._history_len)
-        torch.ops.treewy.flush_history(self.state, *pools, slot, *self._folds)
+        torch.ops.treewy.flush_history_folding(self.state, *pools, slot, *self._folds)
 
     @property
     def pool_bytes(self) -> int:

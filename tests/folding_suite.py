@@ -83,7 +83,8 @@ class FoldingPools:
         treewy.commit_deferred(self.exact, *self.truth, *self.case.trees, accepted, *wide(u, k, g))
         tree = [put(x) for x in (*self.case.trees, accepted)]
         left = [spread(u, self.machine, pad=pad), spread(k, self.machine, pad=pad), put(g)]
-        self.machine.call("commit_deferred", self.state, *self.history, *tree, *left, *self.folds)
+        given = (*self.history, *tree, *left, *self.folds)
+        self.machine.call("commit_deferred_folding", self.state, *given)
         assert torch.equal(self.lengths, wanted)
 
     def verify(self, layer, fold_above, *, case=None, pad=None):
@@ -116,7 +117,8 @@ class FoldingPools:
         treewy.flush_history(exact, *truth, slot)
         state, history = self.state.clone(), [x.clone() for x in self.history]
         folds = [x.clone() for x in self.folds]
-        self.machine.call("flush_history", state, *history, self.machine.put(slot), *folds)
+        given = (*history, self.machine.put(slot), *folds)
+        self.machine.call("flush_history_folding", state, *given)
         live = self.case.live_slots
         assert not any(x.cpu()[live].any() for x in (history[3], folds[1]))
         assert not folds[0].cpu()[:, live].any()
@@ -234,7 +236,7 @@ def check_flush_of_flags(machine, case, *, capacity):
     whole, history = pools.state.clone(), [x.clone() for x in pools.history]
     machine.call("flush_history", whole, *history, machine.put(case.slot))
     slot = machine.put(case.slot)
-    machine.call("flush_history", pools.state, *pools.history, slot, *pools.folds)
+    machine.call("flush_history_folding", pools.state, *pools.history, slot, *pools.folds)
     rows = flags.repeat_interleave(cuda_library.FOLD_ROWS, 3)[..., : case.dims.value_dim]
     wanted = torch.where(rows[..., None].bool(), case.state, whole.cpu())
     assert same_bits(pools.state.cpu(), wanted)

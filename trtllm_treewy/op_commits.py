@@ -23,10 +23,8 @@ from .op_inputs import (
 )
 from .op_stash import InputStash, Stash
 
-_DEFERRED_POOLS = (
-    *("state", "history_u", "history_k", "history_g", "history_len"),
-    *("history_folded", "history_folding"),
-)
+_DEFERRED_POOLS = ("state", "history_u", "history_k", "history_g", "history_len")
+_FOLDS = ("history_folded", "history_folding")
 
 
 @torch.library.custom_op("treewy::commit", mutates_args=("state",))
@@ -168,12 +166,8 @@ def commit_deferred(
     u: Tensor,
     k: Tensor,
     g: Tensor,
-    history_folded: Tensor | None = None,
-    history_folding: Tensor | None = None,
 ) -> None:
     """Appends the accepted paths to the histories; a history without room is folded in first.
-
-    So is what is left of a history that `tree_verify_folding` has begun to fold.
 
     Args:
         state: [L, slots, HV, V, K], written only where a history is folded in.
@@ -183,35 +177,13 @@ def commit_deferred(
         history_g: [L, slots, H, HV], each entry's own log decay.
         history_len: int32 [slots], shared by the layers.
         slot, parents, num_nodes, accepted, u, k, g: as for `commit`.
-        history_folded, history_folding: uint8 [L, slots, HV, ceil(V / 64)] and int32 [slots], what
-            verification has folded already; zeros behind it for the rows that move. Both or none.
 
     Raises:
         ValueError: also if a path has more than H nodes.
     """
-    op = "commit_deferred"
-    history, stash = History(history_u, history_k, history_g, history_len), Stash(u, k, g)
+    op, history = "commit_deferred", History(history_u, history_k, history_g, history_len)
     goal = Commit(slot, parents, num_nodes, accepted)
-    _check_deferred(state, *history, *goal, *stash, history_folded, history_folding)
-    folds = Folds.from_optional(op, history_folded, history_folding)
-    plan = goal.trees.plan()
-    active = goal.active(op, plan, state.shape[1])
-    if goal.is_empty(state.shape[1]):
-        return
-    added = _path_lengths(goal, plan)
-    fits = added <= history_u.shape[2]
-    if active.is_cpu and bool((active & ~fits).any()):
-        row = int((active & ~fits).nonzero()[0])
-        raise ValueError(
-            f"treewy::{op}: the accepted path of row {row} has {int(added[row])} nodes, "
-            f"more than the history holds ({history_u.shape[2]})"
-        )
-    active = active & fits
-    full = read_rows(history_len, slot) + added > history_u.shape[2]
-    if folds is not None:
-        full |= read_rows(folds.folding, slot) != 0
-    _fold(state, history, folds, slot, active & full)
-    _append(history, goal, plan, Writes.of(active, slot), stash)
+    _defer(op, state, history, goal, Stash(u, k, g), None)
 
 
 @commit_deferred.register_fake
@@ -228,16 +200,98 @@ def _check_deferred(
     u: Tensor,
     k: Tensor,
     g: Tensor,
-    history_folded: Tensor | None = None,
-    history_folding: Tensor | None = None,
 ) -> None:
-    op = "commit_deferred"
-    Commit(slot, parents, num_nodes, accepted).check(op, state.device)
-    Stash(u, k, g).check(op, state, parents.shape)
-    history = History(history_u, history_k, history_g, history_len)
-    history.check(op, state, k.shape[3])
-    history.check_keys(op, k)
-    folds = Folds.from_optional(op, history_folded, history_folding)
+    op, history = "commit_deferred", History(history_u, history_k, history_g, history_len)
+    goal = Commit(slot, parents, num_nodes, accepted)
+    _check_defer(op, state, history, goal, Stash(u, k, g), None)
+
+
+@torch.library.custom_op(
+    "treewy::commit_deferred_folding", mutates_args=(*_DEFERRED_POOLS, *_FOLDS)
+)
+def commit_deferred_folding(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    u: Tensor,
+    k: Tensor,
+    g: Tensor,
+    history_folded: Tensor,
+    history_folding: Tensor,
+) -> None:
+    """`commit_deferred` behind `tree_verify_folding`: what that has begun to fold is folded whole.
+
+    Args:
+        history_folded: uint8 [L, slots, HV, ceil(V / 64)], what verification has folded already;
+            zeros behind it for the rows that move.
+        history_folding: int32 [slots], likewise.
+
+    The other arguments are those of `commit_deferred`, and so are the errors.
+    """
+    op, history = "commit_deferred_folding", History(history_u, history_k, history_g, history_len)
+    goal, folds = Commit(slot, parents, num_nodes, accepted), Folds(history_folded, history_folding)
+    _defer(op, state, history, goal, Stash(u, k, g), folds)
+
+
+@commit_deferred_folding.register_fake
+def _check_deferred_folding(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    u: Tensor,
+    k: Tensor,
+    g: Tensor,
+    history_folded: Tensor,
+    history_folding: Tensor,
+) -> None:
+    op, history = "commit_deferred_folding", History(history_u, history_k, history_g, history_len)
+    goal, folds = Commit(slot, parents, num_nodes, accepted), Folds(history_folded, history_folding)
+    _check_defer(op, state, history, goal, Stash(u, k, g), folds)
+
+
+def _defer(
+    op: str, state: Tensor, history: History, goal: Commit, stash: Stash, folds: Folds | None
+) -> None:
+    _check_defer(op, state, history, goal, stash, folds)
+    plan, capacity = goal.trees.plan(), history.u.shape[2]
+    active = goal.active(op, plan, state.shape[1])
+    if goal.is_empty(state.shape[1]):
+        return
+    added = _path_lengths(goal, plan)
+    fits = added <= capacity
+    if active.is_cpu and bool((active & ~fits).any()):
+        row = int((active & ~fits).nonzero()[0])
+        raise ValueError(
+            f"treewy::{op}: the accepted path of row {row} has {int(added[row])} nodes, "
+            f"more than the history holds ({capacity})"
+        )
+    active = active & fits
+    full = read_rows(history.length, goal.slot) + added > capacity
+    if folds is not None:
+        full |= read_rows(folds.folding, goal.slot) != 0
+    _fold(state, history, folds, goal.slot, active & full)
+    _append(history, goal, plan, Writes.of(active, goal.slot), stash)
+
+
+def _check_defer(
+    op: str, state: Tensor, history: History, goal: Commit, stash: Stash, folds: Folds | None
+) -> None:
+    goal.check(op, state.device)
+    stash.check(op, state, goal.parents.shape)
+    history.check(op, state, stash.k.shape[3])
+    history.check_keys(op, stash.k)
     if folds is not None:
         folds.check(op, state)
 
@@ -306,24 +360,15 @@ def flush_history(
     history_g: Tensor,
     history_len: Tensor,
     slot: Tensor,
-    history_folded: Tensor | None = None,
-    history_folding: Tensor | None = None,
 ) -> None:
     """Folds the histories of the slots into their states now, and empties them.
 
     Args:
-        state, history_u, history_k, history_g, history_len, history_folded, history_folding: as
-            for `commit_deferred`.
+        state, history_u, history_k, history_g, history_len: as for `commit_deferred`.
         slot: int32 [B], -1 rows are skipped.
     """
-    pools = (history_u, history_k, history_g, history_len)
-    _check_flush(state, *pools, slot, history_folded, history_folding)
-    if slot.is_cpu:
-        op_checks.slot_values("flush_history", slot, state.shape[1], unique=True)
-    if slot.shape[0] == 0 or state.shape[1] == 0:
-        return
-    folds = Folds.from_optional("flush_history", history_folded, history_folding)
-    _fold(state, History(*pools), folds, slot, slot >= 0)
+    history = History(history_u, history_k, history_g, history_len)
+    _flush("flush_history", state, history, slot, None)
 
 
 @flush_history.register_fake
@@ -334,17 +379,68 @@ def _check_flush(
     history_g: Tensor,
     history_len: Tensor,
     slot: Tensor,
-    history_folded: Tensor | None = None,
-    history_folding: Tensor | None = None,
 ) -> None:
-    op = "flush_history"
+    history = History(history_u, history_k, history_g, history_len)
+    _check_flushed("flush_history", state, history, slot, None)
+
+
+@torch.library.custom_op("treewy::flush_history_folding", mutates_args=(*_DEFERRED_POOLS, *_FOLDS))
+def flush_history_folding(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    slot: Tensor,
+    history_folded: Tensor,
+    history_folding: Tensor,
+) -> None:
+    """`flush_history` of histories that `tree_verify_folding` may have begun to fold.
+
+    Args:
+        history_folded, history_folding: as for `commit_deferred_folding`.
+
+    The other arguments are those of `flush_history`.
+    """
+    history = History(history_u, history_k, history_g, history_len)
+    folds = Folds(history_folded, history_folding)
+    _flush("flush_history_folding", state, history, slot, folds)
+
+
+@flush_history_folding.register_fake
+def _check_flush_folding(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    slot: Tensor,
+    history_folded: Tensor,
+    history_folding: Tensor,
+) -> None:
+    history = History(history_u, history_k, history_g, history_len)
+    folds = Folds(history_folded, history_folding)
+    _check_flushed("flush_history_folding", state, history, slot, folds)
+
+
+def _flush(op: str, state: Tensor, history: History, slot: Tensor, folds: Folds | None) -> None:
+    _check_flushed(op, state, history, slot, folds)
+    if slot.is_cpu:
+        op_checks.slot_values(op, slot, state.shape[1], unique=True)
+    if slot.shape[0] == 0 or state.shape[1] == 0:
+        return
+    _fold(state, history, folds, slot, slot >= 0)
+
+
+def _check_flushed(
+    op: str, state: Tensor, history: History, slot: Tensor, folds: Folds | None
+) -> None:
     op_checks.expect_dims(op, "state", state, f"layers, {STATE_LAYOUT}")
-    op_checks.expect_dims(op, "history_k", history_k, "layers, slots, H, HK, K")
-    op_checks.expect_groups(op, history_k.shape[3], state.shape[2])
-    History(history_u, history_k, history_g, history_len).check(op, state, history_k.shape[3])
+    op_checks.expect_dims(op, "history_k", history.k, "layers, slots, H, HK, K")
+    op_checks.expect_groups(op, history.k.shape[3], state.shape[2])
+    history.check(op, state, history.k.shape[3])
     op_checks.expect_dims(op, "slot", slot, "batch")
     op_checks.expect_index(op, "slot", slot, "batch", slot.shape, state.device)
-    folds = Folds.from_optional(op, history_folded, history_folding)
     if folds is not None:
         folds.check(op, state)
 

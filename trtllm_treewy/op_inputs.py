@@ -87,17 +87,6 @@ class Folds(NamedTuple):
     folding: Tensor
 
     @classmethod
-    def from_optional(cls, op: str, folded: Tensor | None, folding: Tensor | None) -> Folds | None:
-        """None if both are None; ValueError if one is."""
-        if folded is None and folding is None:
-            return None
-        if folded is None or folding is None:
-            raise ValueError(
-                f"treewy::{op}: history_folded and history_folding go together, got one of the two"
-            )
-        return cls(folded, folding)
-
-    @classmethod
     def new(cls, layers: int, slots: int, heads: int, dim: int, device: torch.device) -> Folds:
         """Of pools in which nothing is folded."""
         shape = (layers, slots, heads, -(-dim // FOLD_ROWS))

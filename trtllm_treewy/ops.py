@@ -32,9 +32,11 @@ from . import op_checks, reference
 from .op_acceptance import greedy_accept as greedy_accept
 from .op_commits import commit as commit
 from .op_commits import commit_deferred as commit_deferred
+from .op_commits import commit_deferred_folding as commit_deferred_folding
 from .op_commits import commit_inputs as commit_inputs
 from .op_commits import commit_snapshot as commit_snapshot
 from .op_commits import flush_history as flush_history
+from .op_commits import flush_history_folding as flush_history_folding
 from .op_commits import fold_layer
 from .op_inputs import (
     Commit,
@@ -252,7 +254,7 @@ def tree_verify_folding(
         state: [slots, HV, V, K], written where a history is folded.
         history_u, history_k, history_g, history_len: one layer of the pools of `commit_deferred`.
         history_folded: uint8 [slots, HV, ceil(V / 64)], 1 where the state holds the history; zeros
-            to begin with. One layer of that of `commit_deferred`, which clears it.
+            to begin with. One layer of that of `commit_deferred_folding`, which clears it.
         history_folding: int32 [slots], 1 where the state of any layer does.
         fold_above: histories with more entries are folded, where the device's kernel can (at most
             16 nodes and 32 entries, K = 128, activations and keys in one 16-bit type); others stay

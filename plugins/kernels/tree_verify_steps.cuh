@@ -60,7 +60,8 @@ __device__ __forceinline__ uint8_t* folded_flag(const treewy_tree_verify_params&
 }
 
 // A history as it comes: entries, and whether the block's rows of the state hold them all. Its
-// loads wait for the slot.
+// loads wait for the slot. `folding` is one number for all layers, and so close at hand, where the
+// flags of a layer come from memory: they are read where any is set at all.
 struct HistoryInputs {
     int length;
     int folded;
@@ -71,7 +72,8 @@ __device__ __forceinline__ HistoryInputs load_history_of(const treewy_tree_verif
     HistoryInputs inputs{0, 0};
     if (p.history.length == nullptr || work.nodes == 0) return inputs;
     inputs.length = p.history.length[work.slot];
-    if (p.history.folded != nullptr) inputs.folded = *folded_flag(p, work);
+    if (p.history.folded != nullptr && p.history.folding[work.slot] != 0)
+        inputs.folded = *folded_flag(p, work);
     return inputs;
 }
 

@@ -341,8 +341,8 @@ def test_captured_steps_that_fold_replay(gpu, types):
         args = (*inputs, pools.state[0], *trees, u, g, *of_layer, pools.folds[0][0])
         out = gpu.call("tree_verify_folding", *args, pools.folds[1], 7)
         stash = u[None], inputs[1][None], g[None]
-        gpu.call("commit_deferred", pools.state, *pools.history, *trees, accepted, *stash,
-                 *pools.folds)  # fmt: skip
+        given = (*pools.history, *trees, accepted, *stash, *pools.folds)
+        gpu.call("commit_deferred_folding", pools.state, *given)
         return out
 
     replay = capture(step)

@@ -206,7 +206,7 @@ class TorchEngine(double.ICudaEngine):
             self._views[key] = torch.as_tensor(memory, device="cuda")
         return self._views[key]
 
-    def _compute(self, shapes, addresses, scratch):
+    def _compute(self, shapes, addresses, scratch, group):
         given = {n: self.view(n, addresses[n], shape) for n, shape in shapes.items()}
         tokens, rows = given["token_ids"], given["kv_rows"]
         out = {n: self.view(n, addresses[n], tokens.shape) for n in ("logits", "u.0", "u.1")}

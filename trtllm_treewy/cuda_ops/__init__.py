@@ -14,7 +14,14 @@ from typing import Any
 from .. import cuda_library as lib
 from .acceptance import greedy_accept
 from .call import reference_calls
-from .commits import commit, commit_deferred, commit_inputs, flush_history
+from .commits import (
+    commit,
+    commit_deferred,
+    commit_deferred_folding,
+    commit_inputs,
+    flush_history,
+    flush_history_folding,
+)
 from .conv import conv_commit, path_conv, prefill_conv, tree_conv, tree_conv_into
 from .errors import _error_counters as _error_counters  # tests start afresh
 from .errors import error_count
@@ -40,7 +47,9 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "commit": commit,
     "commit_inputs": commit_inputs,
     "commit_deferred": commit_deferred,
+    "commit_deferred_folding": commit_deferred_folding,
     "flush_history": flush_history,
+    "flush_history_folding": flush_history_folding,
     "tree_conv": tree_conv,
     "tree_conv_into": tree_conv_into,
     "conv_commit": conv_commit,

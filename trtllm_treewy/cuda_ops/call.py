@@ -21,6 +21,8 @@ from .errors import error_address
 
 # Operators whose launcher has another name than they.
 LAUNCHERS = {
+    "commit_deferred_folding": "treewy_commit_deferred",
+    "flush_history_folding": "treewy_flush_history",
     "tree_conv_into": "treewy_tree_conv",
     "tree_outputs": "treewy_tree_verify",
     "tree_verify_folding": "treewy_tree_verify",

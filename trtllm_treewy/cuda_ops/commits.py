@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..op_commits import _check_deferred, _check_flush
-from ..op_inputs import Commit
+from ..op_commits import _check_defer, _check_flushed
+from ..op_inputs import Commit, Folds, History
 from ..op_stash import InputStash, Stash
 from .call import Call, call_reference, find_copies, prepare
 from .fields import set_folds, set_history, set_stash, set_state, set_tree, set_weights
@@ -137,32 +137,56 @@ def commit_deferred(
     u: Tensor,
     k: Tensor,
     g: Tensor,
-    history_folded: Tensor | None = None,
-    history_folding: Tensor | None = None,
 ) -> None:
     """`ops.commit_deferred` by three launches for all layers; a path too long is not moved."""
     pools, goal = (history_u, history_k, history_g, history_len), (slot, parents, num_nodes)
-    tensors: tuple[Tensor | None, ...]
-    tensors = (state, *pools, *goal, accepted, u, k, g, history_folded, history_folding)
-    call, ready = prepare("commit_deferred", tensors, _setup_deferred)
+    _defer("commit_deferred", (state, *pools, *goal, accepted, u, k, g))
+
+
+def commit_deferred_folding(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    slot: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    accepted: Tensor,
+    u: Tensor,
+    k: Tensor,
+    g: Tensor,
+    history_folded: Tensor,
+    history_folding: Tensor,
+) -> None:
+    """`ops.commit_deferred_folding` by the launches of `commit_deferred`."""
+    pools, goal = (history_u, history_k, history_g, history_len), (slot, parents, num_nodes)
+    given = (state, *pools, *goal, accepted, u, k, g, history_folded, history_folding)
+    _defer("commit_deferred_folding", given)
+
+
+def _defer(op: str, tensors: tuple[Tensor, ...]) -> None:
+    call, ready = prepare(op, tensors, _setup_deferred, op)
     if call.reason is not None:
-        call_reference("commit_deferred", call, tensors)
+        call_reference(op, call, tensors)
     else:
-        call.launch((ready[0], *ready[5:12], *ready[1:5], *ready[12:]))
+        call.launch((ready[0], *ready[5:12], *ready[1:5], *(ready[12:] or (None, None))))
 
 
-def _setup_deferred(call: Call, *tensors: Any) -> None:
-    _check_deferred(*tensors)
-    state, history, length, parents = tensors[0], tensors[1:4], tensors[4], tensors[6]
-    u, k, g, folded = tensors[9:13]
+def _setup_deferred(call: Call, *tensors_and_op: Any) -> None:
+    *tensors, op = tensors_and_op
+    state, history, goal, stash = tensors[0], tensors[1:5], tensors[5:9], tensors[9:12]
+    folds = Folds(*tensors[12:]) if tensors[12:] else None
+    _check_defer(op, state, History(*history), Commit(*goal), Stash(*stash), folds)
+    (*pools, length), parents, (u, k, g) = history, goal[1], stash
     call.reason = reason_for_reference(
         state=state, inputs=(k,), u=u, float32=(g, history[2]), nodes=parents.shape[1]
-    ) or _pools_reason(history, length, state)
+    ) or _pools_reason(tuple(pools), length, state)
     if call.reason is not None:
         return
     call.copies = find_copies(tensors, whole=(5, 6, 7, 8), rows=(9, 10, 11))
     _fill_commit(call, call.params.commit, state, parents, u, k, g)
-    _set_pools(call, history, folded)
+    _set_pools(call, tuple(pools), folds)
 
 
 def _pools_reason(
@@ -174,12 +198,12 @@ def _pools_reason(
     return history_reason(history, state)
 
 
-def _set_pools(call: Call, history: tuple[Tensor, Tensor, Tensor], folded: Tensor | None) -> None:
+def _set_pools(call: Call, history: tuple[Tensor, Tensor, Tensor], folds: Folds | None) -> None:
     """Histories of all layers; addresses of u, k, g, length, folded and folding."""
     view = call.params.history
     set_history(view, *history)
-    if folded is not None:
-        set_folds(view, folded)
+    if folds is not None:
+        set_folds(view, folds.folded)
     call.address(view, "u", "k", "g", "length", "folded", "folding")
 
 
@@ -190,24 +214,40 @@ def flush_history(
     history_g: Tensor,
     history_len: Tensor,
     slot: Tensor,
-    history_folded: Tensor | None = None,
-    history_folding: Tensor | None = None,
 ) -> None:
     """`ops.flush_history` by two launches for all layers."""
-    tensors: tuple[Tensor | None, ...] = (state, history_u, history_k, history_g, history_len, slot)
-    tensors += (history_folded, history_folding)
-    call, ready = prepare("flush_history", tensors, _setup_flush)
+    _flush("flush_history", (state, history_u, history_k, history_g, history_len, slot))
+
+
+def flush_history_folding(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_g: Tensor,
+    history_len: Tensor,
+    slot: Tensor,
+    history_folded: Tensor,
+    history_folding: Tensor,
+) -> None:
+    """`ops.flush_history_folding` by the launches of `flush_history`."""
+    given = (state, history_u, history_k, history_g, history_len, slot)
+    _flush("flush_history_folding", (*given, history_folded, history_folding))
+
+
+def _flush(op: str, tensors: tuple[Tensor, ...]) -> None:
+    call, ready = prepare(op, tensors, _setup_flush, op)
     if call.reason is not None:
-        call_reference("flush_history", call, tensors)
+        call_reference(op, call, tensors)
     else:
-        call.launch((*ready[:5], *ready[6:], ready[5]))
+        call.launch((*ready[:5], *(ready[6:] or (None, None)), ready[5]))
 
 
-def _setup_flush(call: Call, *tensors: Any) -> None:
-    _check_flush(*tensors)
-    state, history_u, history_k, history_g, length, slot, folded, _ = tensors
-    history = history_u, history_k, history_g
-    call.reason = reason_for_reference(state=state, float32=(history_g,)) or _pools_reason(
+def _setup_flush(call: Call, *tensors_and_op: Any) -> None:
+    *tensors, op = tensors_and_op
+    state, history, length, slot = tensors[0], tuple(tensors[1:4]), tensors[4], tensors[5]
+    folds = Folds(*tensors[6:]) if tensors[6:] else None
+    _check_flushed(op, state, History(history[0], history[1], history[2], length), slot, folds)
+    call.reason = reason_for_reference(state=state, float32=(history[2],)) or _pools_reason(
         history, length, state
     )
     if call.reason is not None:
@@ -215,8 +255,8 @@ def _setup_flush(call: Call, *tensors: Any) -> None:
     call.copies = find_copies(tensors, whole=(5,), rows=())
     params = call.params
     params.batch, params.num_slots = slot.shape[0], state.shape[1]
-    set_state(params.state, state, history_k.shape[3])
+    set_state(params.state, state, history[1].shape[3])
     call.count_errors(params)
     call.address(params.state, "data")
-    _set_pools(call, history, folded)
+    _set_pools(call, history, folds)
     call.address(params, "slot")
