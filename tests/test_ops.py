@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -797,6 +798,24 @@ def test_deferred_commit_leaves_the_state_until_the_history_is_full():
     others = [row for row in range(SLOTS) if row != slot]
     assert same_bits(state[:, others], before[:, others])
     assert history[3][case.slot.long()].tolist() == [0, 1, 3, 2]
+
+
+@pytest.mark.parametrize("run", ["here", "on a device"])
+def test_lengths_out_of_range_are_none_and_all(run):
+    """As in the kernels: below zero there is nothing, above its capacity a history is full."""
+    case = Case(35, DIMS[0], nodes=6, pads=0, full=True)
+    given, stash = case.filled_history(7), case.stash(case.filled_history(7))
+    found = []
+    for lengths in ((-1, -(2**31), 8, 2**31 - 1), (0, 0, 7, 7)):
+        state, history = case.state.clone(), [x.clone() for x in given]
+        history[3][case.slot.long()] = int32(*lengths)
+        commit = treewy.commit_deferred
+        if run != "here":
+            commit = partial(on_device, "commit_deferred")
+        commit(state, *history, *case.goal, *stash, *case.folds())
+        found.append((state, *history))
+    for mine, there in zip(*found, strict=True):
+        assert same_bits(mine, there)
 
 
 def test_deferred_commit_refuses_a_path_longer_than_the_history():

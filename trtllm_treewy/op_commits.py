@@ -310,7 +310,7 @@ def _append(history: History, goal: Commit, plan: TreePlan, writes: Writes, stas
     valid = paths >= 0
     wanted = valid if writes.keep is None else valid & ~writes.keep[:, None]
     entries, keep = active_entries(wanted.flatten())
-    length = history.length[writes.slots]
+    length = history.length[writes.slots].clamp(min=0)  # below zero is none, as in the kernels
     at = length[:, None] + torch.arange(paths.shape[1], device=paths.device)
     index = (writes.slots.repeat_interleave(paths.shape[1])[entries], at.flatten()[entries])
     dtype = compute_dtype(history.u)
