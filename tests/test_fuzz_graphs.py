@@ -37,7 +37,10 @@ JOBS, MAX_SEQ_LEN = 24, 64
 
 @dataclass(frozen=True)
 class World:
-    """An engine, what befalls it, and how often: `faults` and `interrupts` a launch."""
+    """An engine, what befalls it, and how often: `faults` and `interrupts` a launch.
+
+    `few`: rows up to which a deferred commit is made at once, as on a GPU.
+    """
 
     topology: str
     commit: str
@@ -48,11 +51,12 @@ class World:
     hosted: float = 0.0
     faults: float = 0.0
     interrupts: float = 0.0
+    few: int = 0
     wait: BatchWait = field(default_factory=BatchWait)
 
 
 WORLDS = {
-    "chain": World("chain", "deferred", 60, page=8, hosted=0.1, wait=BatchWait(4, 30)),
+    "chain": World("chain", "deferred", 60, page=8, hosted=0.1, few=2, wait=BatchWait(4, 30)),
     "pressure": World("tree", "reconstruct", 72, page=1, hosted=0.2),
     "prefixes": World("parents", "inputs", 40, interval=8, sizes=True),
     "faults": World("tree", "deferred", 32, interval=16, faults=0.006, interrupts=0.001),
@@ -137,6 +141,8 @@ def build(world, model, rng):
         max_seq_len=MAX_SEQ_LEN, num_blocks=world.blocks, tokens_per_block=world.page,
         num_checkpoints=3 if world.interval else 0, **POLICIES[world.commit],
     )  # fmt: skip
+    if world.few:
+        executor.state.policy.few_rows = world.few
     runner, drafter = Troubled(rng), MtpStaticDrafter(executor, topology)
     executor.make_prompt_graphs(runner, prompt_shapes(32, 4), True).capture_all()
     nodes, options, policy = (1, topology.num_nodes), {}, None
