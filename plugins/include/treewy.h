@@ -116,7 +116,8 @@ typedef struct treewy_state_pool {
  * entries out. A byte is of the TREEWY_FOLD_ROWS rows of V that have one writer in any
  * verification, a block, which alone reads it there too; between launches all bytes of a slot's
  * layer are alike. Both begin as zeros, and are zero again for a slot that is given to another
- * sequence. */
+ * sequence. Once given to a verification they go to every call with that history: one without them
+ * would count the entries twice. */
 typedef struct treewy_history {
     void* u;             /* pseudo-values [L, slots, H, HV, V] in u_dtype */
     void* k;             /* keys [L, slots, H, HK, K] in k_dtype: float32 L2-normalised, 16-bit
