@@ -100,7 +100,7 @@ __device__ __forceinline__ void stage_keys(const RawKeys<Types::kSteps>& raw, in
     using Key = typename Types::Key;
 #pragma unroll
     for (int step = 0; step < Types::kSteps; ++step) {
-        if (step > 0 && 16 * step >= count) continue;
+        if (16 * step >= count) continue;
         uint32_t operand[Types::kKeptTerms][4][2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -240,7 +240,7 @@ struct FoldRows {
                                          int lane) {
 #pragma unroll
         for (int step = 0; step < Types::kSteps; ++step) {
-            if (step > 0 && 16 * step >= count) continue;
+            if (16 * step >= count) continue;
 #pragma unroll
             for (int i = 0; i < 4; i += 2) {
                 const int entry = RawRows<Types::kSteps>::entry(step, i, lane % 4);
@@ -265,7 +265,7 @@ struct FoldRows {
         for (int at = 0; at < 8; ++at) sum[at / 4][at % 4] = 0.0f;
 #pragma unroll
         for (int step = 0; step < Types::kSteps; ++step) {
-            if (step > 0 && 16 * step >= count) continue;
+            if (16 * step >= count) continue;
             uint4 b[Types::kKeyTerms];
             take_keys(memory, step, span, i, lane, b);
 #pragma unroll

@@ -20,7 +20,7 @@
 #pragma once
 
 #include "commit_fold.cuh"
-#include "tree_verify_history.cuh"
+#include "tree_verify_steps.cuh"
 
 namespace treewy {
 
@@ -32,19 +32,26 @@ __device__ __forceinline__ bool is_to_fold(const VerifyArgs& args, const VerifyW
 template <typename Types, typename Fold>
 struct BlockSpan {
     using State = typename Types::State;
-    const unsigned char* rows;  // the lane's first of the tile, in shared memory
-    State* state;               // its first element of that row
+    const unsigned char* rows;  // the warp's, in shared memory
+    State* state;
+    int tile;
     int span;
     int lane;
 
+    // Of the warp's.
+    __device__ __forceinline__ int row(int odd) const {
+        return 2 * Types::kTiles * (lane / 4) + 2 * tile + odd;
+    }
+    __device__ __forceinline__ int column(int vector) const {
+        return 32 * span + column_of<Fold>(2 * vector, lane % 4);
+    }
     __device__ __forceinline__ uint4 load(int odd, int vector) const {
-        const int column = 32 * span + column_of<Fold>(2 * vector, lane % 4);
-        const int chunk = swapped_chunk<State>(column / kPer16Bytes<State>, lane / 4);
-        return *reinterpret_cast<const uint4*>(rows + odd * Types::kStateRowBytes + 16 * chunk);
+        const int chunk = swapped_chunk<State>(column(vector) / kPer16Bytes<State>, lane / 4);
+        return *reinterpret_cast<const uint4*>(rows + row(odd) * Types::kStateRowBytes +
+                                               16 * chunk);
     }
     __device__ __forceinline__ void store(int odd, int vector, const uint4& value) const {
-        store_once(state + odd * Types::kKeyDim + 32 * span + column_of<Fold>(2 * vector, 0),
-                   value);
+        store_once(state + row(odd) * Types::kKeyDim + column(vector), value);
     }
 };
 
@@ -78,12 +85,12 @@ __device__ __forceinline__ void set_folded(const treewy_tree_verify_params& p,
     p.history.folding[work.slot] = 1;  // by all blocks that fold, and all the same
 }
 
-// For u of one type, and histories of at most 16 kSteps entries: in steps that are not taken, and
-// types that are not there, lies half of the instructions otherwise.
-template <typename Types, typename U, int kSteps>
-__device__ __noinline__ void fold_rows(const VerifyArgs& args, const VerifyWork& work, int warp,
-                                       int lane) {
+// By the rows' warps, once all warps are done with everything else.
+template <typename Types>
+__device__ __noinline__ void fold_block(const VerifyArgs& args, const VerifyWork& work, int warp,
+                                        int lane) {
     using State = typename Types::State;
+    constexpr int kSteps = kShortHistory / kNodeBlock;
     using Fold = FoldTypes<State, typename Types::Input, Types::kKeyDim, kSteps, true>;
     constexpr VerifyLayout kLayout = Types::kLayout;
     static_assert(Fold::kSpans == Types::kWarps && Types::kRows % TREEWY_FOLD_ROWS == 0);
@@ -100,49 +107,29 @@ __device__ __noinline__ void fold_rows(const VerifyArgs& args, const VerifyWork&
     sync_at<Types::kRowThreads>(kRowsBarrier);
     FoldFactors factors;
     factors.make(memory, g, at.count, lane);
-    const int first = warp * Types::kWarpRows + 2 * Types::kTiles * (lane / 4);  // the lane's rows
-    State* state =
+    const bool wide = sizeof(State) == 4 || p.history.u_dtype == TREEWY_FLOAT32;
+    const int first = warp * Types::kWarpRows;
+    State* const state =
         static_cast<State*>(p.state.data) + work.slot * p.state.slot_stride +
-        (int64_t{work.head} * p.state.value_dim + work.first_row + first) * Types::kKeyDim +
-        column_of<Fold>(0, lane % 4);
-    const unsigned char* own = shared.state + first * Types::kStateRowBytes;
+        (int64_t{work.head} * p.state.value_dim + work.first_row + first) * Types::kKeyDim;
+    const unsigned char* const own = shared.state + first * Types::kStateRowBytes;
 #pragma unroll 1
     for (int tile = 0; tile < Types::kTiles; ++tile) {
         RawRows<kSteps> raw;
-        take_u<Types, U>(shared, at.count, warp, tile, lane, raw);
+        if (wide) {
+            take_u<Types, float>(shared, at.count, warp, tile, lane, raw);
+        } else {
+            take_u<Types, __nv_bfloat16>(shared, at.count, warp, tile, lane, raw);
+        }
         FoldRows<Fold> rows;
-        rows.make(raw, factors, at.count, sizeof(U) == 4, lane);
+        rows.make(raw, factors, at.count, wide, lane);
 #pragma unroll
         for (int span = 0; span < Fold::kSpans; ++span) {
-            const BlockSpan<Types, Fold> here{own, state, span, lane};
+            const BlockSpan<Types, Fold> here{own, state, tile, span, lane};
             fold_span(here, rows, memory, at.count, span, factors.from_start, lane);
         }
-        state += 2 * Types::kKeyDim;
-        own += 2 * Types::kStateRowBytes;
     }
     if (warp == 0 && lane == 0) set_folded<Types>(p, work);
-}
-
-template <typename Types, typename U>
-__device__ __forceinline__ void fold_rows(const VerifyArgs& args, const VerifyWork& work, int warp,
-                                          int lane) {
-    if (work.history <= kNodeBlock) {
-        fold_rows<Types, U, 1>(args, work, warp, lane);
-    } else {
-        fold_rows<Types, U, 2>(args, work, warp, lane);
-    }
-}
-
-// By the rows' warps, once all warps are done with everything else.
-template <typename Types>
-__device__ __forceinline__ void fold_block(const VerifyArgs& args, const VerifyWork& work, int warp,
-                                           int lane) {
-    static_assert(kShortHistory == 2 * kNodeBlock);
-    if (has_wide_history<Types>(args)) {
-        fold_rows<Types, float>(args, work, warp, lane);
-    } else if constexpr (sizeof(typename Types::State) == 2) {
-        fold_rows<Types, __nv_bfloat16>(args, work, warp, lane);
-    }
 }
 
 }  // namespace treewy
