@@ -48,6 +48,7 @@ class EngineLike(Protocol):
     def check(self, request: Request) -> None: ...
     def cancel(self, requests: Sequence[Request]) -> None: ...
     def stop(self, request: Request, num_tokens: int, stop_reason: str) -> None: ...
+    def fail(self, request: Request, error: str) -> None: ...
     def step(self) -> None: ...
 
 
@@ -402,7 +403,7 @@ class AsyncEngine:
             stale, self._stale = self._stale, deque()
             self._num_waiting += len(submitted)
         self._take(submitted, aborted)
-        woken = [stream for stream in stale if not stream.closed and stream.publish()]
+        woken = [stream for stream in stale if not stream.closed and self._publish(stream)]
         began = time.monotonic()
         if step and self._live and self.failure is None:
             self._step(began)
@@ -420,7 +421,7 @@ class AsyncEngine:
             try:
                 if not stream.added:
                     self.engine.add(stream.handle.request)
-            except ValueError as error:  # what `check` could not know
+            except Exception as error:  # what `check` could not know
                 self._drop(stream, error)
         for stream in aborted:
             if id(stream) in self._live:
@@ -428,9 +429,18 @@ class AsyncEngine:
 
     def _drop(self, stream: RequestStream, error: Exception) -> None:
         """Ends one request for what went wrong with it alone."""
-        self._finish(stream, RequestError(describe(error)))
-        self.engine.cancel([stream.handle.request])
+        reason = describe(error)
+        self.engine.fail(stream.handle.request, reason)
+        self._finish(stream, RequestError(reason))
         self._wake([stream])
+
+    def _publish(self, stream: RequestStream) -> bool:
+        """As the stream's own; what goes wrong with its output ends that request alone."""
+        try:
+            return stream.publish()
+        except Exception as error:
+            self._drop(stream, error)
+            return False
 
     def _step(self, began: float) -> None:
         failed: Exception | None = None
@@ -468,7 +478,7 @@ class AsyncEngine:
                 self._drop(stream, error)
                 continue
             self._observe(stream, began)
-            if stream.publish():
+            if self._publish(stream):
                 woken.append(stream)
             if stream.handle.request.finished:
                 self._finish(stream, None)

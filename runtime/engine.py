@@ -139,6 +139,14 @@ class Engine:
         if running:
             self._count_ends([request])
 
+    def fail(self, request: Request, error: str) -> None:
+        """Ends a request for what went wrong outside of the engine with it alone."""
+        running = not request.finished
+        request.fail(error)
+        self._scheduler.cancel([request])  # wherever it stands
+        if running:
+            self._count_ends([request])
+
     def drop_prefixes(self) -> None:
         """Empties the prefix cache."""
         if self._prefixes is not None:

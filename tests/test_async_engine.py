@@ -268,6 +268,74 @@ def test_a_text_that_fails_fails_alone(llm, engine):
     assert engine.alive
 
 
+@pytest.mark.parametrize("after", [0, 2])
+def test_an_output_that_fails_fails_alone(after, llm, engine, monkeypatch):
+    """At the first output of a request, or at a later one that its reader waits for."""
+    expected = solo(llm, [5, 6])
+
+    async def main():
+        bad = handle(llm, [7], 60)
+        output, left = bad.output, [after]
+
+        def fail():
+            if not left[0]:
+                raise KeyError("no such text")
+            left[0] -= 1
+            return output()
+
+        monkeypatch.setattr(bad, "output", fail)
+        good, failed = engine.submit([handle(llm, [5, 6]), bad], streaming=True)
+        with pytest.raises(RequestError, match="KeyError: 'no such text'"):
+            await read(failed)
+        assert bad.request.slot is None
+        assert bad.request.finish_reason == "error"
+        return await read(good)
+
+    assert asyncio.run(main()) == expected
+    assert engine.alive
+    assert engine.num_open == 0
+
+
+def test_a_refresh_that_fails_fails_alone(llm, engine, monkeypatch):
+    """An output that is asked for because its reader has caught up."""
+    gate, step = threading.Semaphore(3), llm._engine.step
+    monkeypatch.setattr(llm._engine, "step", lambda: gate.acquire(timeout=0.05) and step())
+
+    async def main():
+        bad = handle(llm, [3, 1], 60)
+        stream = engine.generate_async(bad)
+        await asyncio.to_thread(until, lambda: gate._value == 0 and stream._behind)
+
+        def fail():
+            raise KeyError("no such text")
+
+        monkeypatch.setattr(bad, "output", fail)
+        await anext(stream)
+        with pytest.raises(RequestError, match="KeyError: 'no such text'"):
+            await asyncio.wait_for(anext(stream), 10)
+
+    asyncio.run(main())
+    assert engine.alive
+
+
+def test_a_text_that_fails_in_an_llm_fails_alone(llm):
+    """`LLM.generate`: its output says so; others, and streams of other threads, go on."""
+    expected = [solo(llm, [5, 6]), solo(llm, [9])]
+    streams = [llm.generate_async(p, SamplingParams(max_tokens=12)) for p in ([7], [9])]
+    bad = streams[0]._group.texts[0]
+
+    def update(_stop):
+        raise KeyError("no such token")
+
+    bad.update = update
+    assert solo(llm, [5, 6]) == expected[0]
+    assert streams[0].result().error == "KeyError: 'no such token'"
+    assert streams[0]._group.texts[0].request.finish_reason == "error"
+    assert streams[1].result().outputs[0].token_ids == expected[1]
+    assert not llm._handles
+    assert not llm._engine.has_work
+
+
 def test_draining_finishes_what_runs(llm, engine):
     expected = solo(llm, [5, 6], 16)
 

@@ -36,6 +36,7 @@ from .runtime.build import build_engine, check_limit
 from .runtime.detokenizer import Detokenizer
 from .runtime.devices import Devices, devices_of
 from .runtime.engine_files import EngineRank
+from .runtime.errors import describe
 from .runtime.executor_distributed import RankGroup
 from .runtime.rank_worker import make_torch_rank
 from .runtime.request import Request
@@ -397,7 +398,10 @@ class LLM:
 
     def _update_handles(self) -> None:
         for handle in list(self._handles.values()):
-            handle.update(self._engine.stop)
+            try:
+                handle.update(self._engine.stop)
+            except Exception as error:  # such as a tokenizer's
+                self._engine.fail(handle.request, describe(error))
             if handle.finished:
                 self._handles.pop(handle.request.request_id, None)
 
