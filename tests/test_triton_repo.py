@@ -26,6 +26,7 @@ from trtllm_treewy.outputs import AcceptanceStats, CompletionOutput, RequestOutp
 from trtllm_treewy.runtime.metrics import Metrics
 from trtllm_treewy.runtime.triton import repository as writing
 from trtllm_treewy.runtime.triton.answers import Answer
+from trtllm_treewy.runtime.triton.front import Front
 from trtllm_treewy.runtime.triton.interpreter import candidates, find_interpreter
 from trtllm_treewy.runtime.triton.metrics import MetricsMirror
 from trtllm_treewy.runtime.triton.model import TritonPythonModel, TritonResponder, _check_arrays
@@ -33,6 +34,7 @@ from trtllm_treewy.runtime.triton.places import device_of
 from trtllm_treewy.runtime.triton.requests import check_parameters, parse
 from trtllm_treewy.runtime.triton.settings import parameters_of, read_parameters
 from trtllm_treewy.runtime.triton.tensors import INPUT, OUTPUT
+from trtllm_treewy.runtime.triton.watch import Watch
 from trtllm_treewy.sampling_params import SamplingParams
 from trtllm_treewy.serve.errors import ApiError
 
@@ -607,6 +609,82 @@ def test_the_mirror_shows_what_the_metrics_say():
                 assert FakeFamily.made[sample.name].metrics[labels].value == sample.value
     assert FakeFamily.made["treewy_requests_running"].kind == "gauge"
     mirror.close()
+
+
+class Stumbling:
+    """Front and mirror of a watch; what is named in `fails` raises at its first calls."""
+
+    def __init__(self, *fails):
+        self.left = dict.fromkeys(fails, 2)
+        self.calls = {name: 0 for name in ("end_cancelled", "update", "failure", "fail", "told")}
+
+    def _call(self, name):
+        self.calls[name] += 1
+        if self.left.get(name):
+            self.left[name] -= 1
+            raise RuntimeError(f"{name} stumbled")
+
+    def end_cancelled(self):
+        self._call("end_cancelled")
+
+    def update(self):
+        self._call("update")
+
+    @property
+    def failure(self):
+        self._call("failure")
+        return "dead" if self.calls["end_cancelled"] > 6 else None
+
+    def fail(self, reason):
+        assert reason == "dead"
+        self._call("fail")
+
+
+@pytest.mark.parametrize("fails", ["end_cancelled", "update", "failure", "fail", "told"])
+def test_a_watch_goes_on_after_an_error_and_tells_it_once(fails, monkeypatch):
+    monkeypatch.setattr("trtllm_treewy.runtime.triton.watch.POLL_SECONDS", 0.001)
+    monkeypatch.setattr("trtllm_treewy.runtime.triton.watch.METRICS_SECONDS", 0.0)
+    parts = Stumbling(fails, *(["update"] if fails == "told" else []))
+    told = []
+
+    def tell(reason):
+        told.append(reason)
+        parts._call("told")
+
+    watch = Watch(parts, parts, parts.fail, tell)
+    try:
+        until(lambda: all(parts.calls[name] > 9 for name in ("end_cancelled", "update", "failure")))
+        assert parts.calls["fail"] == (3 if fails == "fail" else 1)
+    finally:
+        watch.close()
+    (reason,) = told
+    said = "update" if fails == "told" else fails
+    assert reason.endswith(f" goes on after RuntimeError: {said} stumbled")
+
+
+def test_a_request_of_which_triton_cannot_tell_does_not_hide_the_others():
+    front, ended = Front.__new__(Front), []
+
+    class Task:
+        def __init__(self, name):
+            self.cancel = lambda: ended.append(name)
+
+    def responder(answer):
+        def cancelled():
+            if answer is None:
+                raise RuntimeError("no sender")
+            return answer
+
+        return types.SimpleNamespace(cancelled=cancelled)
+
+    front._loop = types.SimpleNamespace(call_soon_threadsafe=lambda cancel: cancel())
+    front._running = {
+        Task(name): responder(answer)
+        for name, answer in (("first", True), ("bad", None), ("other", False), ("last", True))
+    }
+    with pytest.raises(RuntimeError, match="no sender"):
+        front.end_cancelled()
+    assert ended == ["first", "last"]
 
 
 STUB = """

@@ -77,10 +77,19 @@ class Front:
         self._loop.call_soon_threadsafe(self._start, request, responder)
 
     def end_cancelled(self) -> None:
-        """Ends the requests whose clients have given up; from a thread that may wait for Triton."""
+        """Ends the requests whose clients have given up; from a thread that may wait for Triton.
+
+        An error in what Triton says of a request is raised, after all others were asked.
+        """
+        failed: Exception | None = None
         for task, responder in list(self._running.items()):
-            if responder.cancelled():
-                self._loop.call_soon_threadsafe(task.cancel)
+            try:
+                if responder.cancelled():
+                    self._loop.call_soon_threadsafe(task.cancel)
+            except Exception as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def close(self) -> None:
         """Ends the engine; a request that still runs is told so."""

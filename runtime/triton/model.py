@@ -66,7 +66,7 @@ class TritonPythonModel:
             "replica": args["model_instance_name"],
         }
         self._mirror = MetricsMirror(self._front.service.metrics, pb_utils.MetricFamily, labels)
-        self._watch = Watch(self._front, self._mirror, self._engine_failed)
+        self._watch = Watch(self._front, self._mirror, self._engine_failed, self._watch_failed)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Starts the requests, and returns at once; responses come as the text does."""
@@ -105,6 +105,9 @@ class TritonPythonModel:
             for tensor in request.inputs()
         }
         return parse(raw, model=self._model, exclude_input=self._exclude_input)
+
+    def _watch_failed(self, reason: str) -> None:
+        self._log.log_error(f"{self._model}: {reason}")
 
     def _engine_failed(self, reason: str) -> None:
         """Takes the model out of service, all its instances: an orchestrator sees it not ready."""
