@@ -12,9 +12,12 @@ from trtllm_treewy.runtime.detokenizer import Detokenizer
 
 
 class ByteTokenizer:
-    """One token a byte; ids from 256 are special."""
+    """One token a byte; ids from 256 are special. Counts the tokens that it was asked for."""
+
+    decoded = 0
 
     def decode(self, token_ids, skip_special_tokens=True):
+        self.decoded += len(token_ids)
         data = bytearray()
         for token in token_ids:
             if token < 256:
@@ -85,6 +88,95 @@ def test_held_back_text_comes_at_the_end():
     _, texts = run(list(b"ends in ST"), 1, stop=["STOP"])
     assert texts[-2] == "ends in "
     assert texts[-1] == "ends in ST"
+
+
+def random_bytes(generator, count):
+    """Text, bytes of parts of characters, bytes that are none, and special tokens, in runs."""
+    ids = []
+    while len(ids) < count:
+        kind, length = generator.randrange(6), generator.choice([1, 2, 3, 40])
+        characters = [generator.choice("aé日🎄\ufffd") for _ in range(length)]
+        whole = list("".join(characters).encode())
+        runs = [
+            whole,
+            whole[generator.randrange(len(whole)) :],
+            [generator.randrange(0x80, 0x100) for _ in range(length)],
+            [generator.choice([0x80, 0xE6, 0xF0, 0x9F]) for _ in range(length)],
+            [300] * length,
+            [token for byte in whole for token in (byte, 300)],
+        ]
+        ids += runs[kind]
+    return ids[:count]
+
+
+def in_pieces(generator, detokenizer, ids):
+    """Takes `ids` in random pieces; the text only grows, and is looked at after each."""
+    seen, start = "", 0
+    while start < len(ids):
+        step = generator.choice([1, 1, 2, 3, 30])
+        detokenizer.add(ids[start : start + step])
+        assert detokenizer.text.startswith(seen)
+        seen, start = detokenizer.text, start + step
+    detokenizer.add([], last=True)
+    assert detokenizer.text.startswith(seen)
+    assert detokenizer.num_tokens == len(ids)
+    return detokenizer.text
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("skip", [True, False])
+def test_any_bytes_in_any_pieces_are_the_text_of_the_whole(seed, skip):
+    generator = random.Random(seed)
+    tokenizer = ByteTokenizer()
+    ids = random_bytes(generator, generator.choice([5, 60, 400]))
+    expected = tokenizer.decode(ids, skip)
+    for stop in ([], ["never"]):
+        found = Detokenizer(tokenizer, skip_special_tokens=skip, stop=stop)
+        assert in_pieces(generator, found, ids) == expected
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_tokens_in_any_pieces_are_the_text_of_the_whole(seed, shipped_model):
+    tokenizer = AutoTokenizer.from_pretrained(shipped_model)
+    generator = random.Random(seed)
+    bytes_alone = [i for i in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([i])]
+    assert bytes_alone
+    ids = [
+        token
+        for _ in range(60)
+        for token in generator.choices(
+            generator.choice([bytes_alone, range(len(tokenizer)), tokenizer.all_special_ids]),
+            k=generator.choice([1, 2, 3, 30]),
+        )
+    ]
+    expected = tokenizer.decode(ids, skip_special_tokens=True)
+    assert in_pieces(generator, Detokenizer(tokenizer), ids) == expected
+
+
+@pytest.mark.parametrize("piece", [1, 3, 10_000])
+@pytest.mark.parametrize(
+    "ids", [[0x80], [0xF0], [0xF0, 0x9F], [0xE6, 300], [300], [0xEF, 0xBF, 0xBD], [0x61]]
+)
+def test_the_work_is_linear_in_the_tokens(ids, piece):
+    """Of each kind alone, and behind the beginning of a character."""
+    for first in ([], [0xF0]):
+        run = (first + ids * 3000)[:3000]
+        tokenizer = ByteTokenizer()
+        detokenizer = Detokenizer(tokenizer)
+        for start in range(0, len(run), piece):
+            detokenizer.add(run[start : start + piece], last=start + piece >= len(run))
+        assert tokenizer.decoded < 60 * len(run)
+        assert detokenizer.text == ByteTokenizer().decode(run)
+
+
+def test_a_stop_string_in_bytes_that_are_no_text():
+    """It is met where it stands, though what follows is never a whole character."""
+    ids = [*b"one", *[0x80] * 50, *b"STOP", *[0x80] * 50]
+    expected = "one" + "\ufffd" * 50
+    for piece in (1, 7, 200):
+        detokenizer, texts = run(ids, piece, stop=["STOP", "\ufffd" * 60])
+        assert texts[-1] == expected
+        assert detokenizer.stopped_by == "STOP"
 
 
 def test_shipped_tokenizer_token_by_token(shipped_model):
