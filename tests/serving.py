@@ -42,17 +42,16 @@ class ServerProcess:
             # A run in the background may ignore SIGINT, and its children would too.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
-        self.url = None
+        self.url, self.said = None, ""
 
     def wait_until_ready(self):
-        seen = ""
         for line in self.process.stderr:
-            seen += line
+            self.said += line
             found = re.search(r"serving \S+ on (http://\S+)\]", line)
             if found:
                 self.url = found[1]
                 return self
-        raise AssertionError(f"the server ended: {seen}")
+        raise AssertionError(f"the server ended: {self.said}")
 
     def stop(self, seconds=30):
         self.process.terminate()

@@ -21,6 +21,7 @@ import pytest
 from trtllm_treewy import LLM, cli
 from trtllm_treewy.cli import arguments, sizes
 from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
+from trtllm_treewy.model_directory import ModelDirectory
 from trtllm_treewy.outputs import AcceptanceStats, CompletionOutput, RequestOutput
 from trtllm_treewy.sampling_params import SamplingParams
 
@@ -404,6 +405,39 @@ def test_prompts_from_everywhere(fake_llm, model, tmp_path, monkeypatch, capsys)
     out, err = capsys.readouterr()
     assert out == "Once upon a time\n" * 5
     assert "--- prompt 5 of 5" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "few", "many"),
+    [
+        ([], False, 3, 8),
+        ([], True, 3, None),
+        (["--device", "cpu"], True, 3, 8),
+        (["--device", "cuda:1"], False, 3, None),
+        (["--max-batch-size", "auto"], False, 3, None),
+        (["--max-batch-size", "2"], True, 2, 2),
+        (["--max-batch-size", "20"], True, 3, 9),
+    ],
+)
+def test_as_many_at_once_as_memory_holds(flags, gpu, few, many, fake_llm, model, monkeypatch):
+    """None is what `LLM` takes for it; a few prompts need no more than one place each."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    assert run("generate", model, *["p"] * 3, *flags) == 0
+    assert run("generate", model, *["p"] * 9, *flags) == 0
+    assert [llm.settings["max_batch_size"] for llm in fake_llm.made] == [few, many]
+
+
+def test_an_engine_for_the_cpu_runs_there_though_there_is_a_gpu(fake_llm, model, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(ModelDirectory, "for_cpu", property(lambda self: True))
+    assert run("generate", model, *["p"] * 9) == 0
+    assert fake_llm.made[0].settings["max_batch_size"] == 8
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", "AUTO", ""])
+def test_a_batch_size_that_is_none(value, model, capsys):
+    assert run("generate", model, "p", f"--max-batch-size={value}") == 2
+    assert f"expected an integer >= 1 or auto, got {value!r}" in capsys.readouterr().err
 
 
 def test_prompt_is_read_from_a_pipe_when_none_is_given(fake_llm, model, monkeypatch):

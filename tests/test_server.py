@@ -96,6 +96,10 @@ def samples(text):
 # --- the real process ---
 
 
+def test_the_server_says_how_many_run_at_once(client, server):
+    assert server.said.startswith("[requests that run at once: 4]\n[serving tiny on ")
+
+
 def test_completion(llm, client):
     whole = expect(llm, PROMPT)
     answer = client.completions.create(model="tiny", prompt=PROMPT)

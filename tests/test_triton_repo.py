@@ -250,6 +250,7 @@ def test_help_says_every_default(capsys):
 SETTINGS = [
     [],
     ["--dtype", "float32", "--max-batch-size", "3", "--max-queue", "9"],
+    ["--max-batch-size", "auto"],
     ["--block-reuse", "--state-dtype", "bfloat16", "--max-seq-len", "99"],
     ["--draft-tree-widths", "2,3", "--state-commit", "deferred"],
     ["--draft-tree-parents", "-1,0,0,1", "--stash", "inputs"],
@@ -282,7 +283,10 @@ BAD_PARAMETERS = [
         {"batch_wait_max_tokens_ratio": "-1"},
         "parameter batch_wait_max_tokens_ratio: expected a number from 0 to 1, got '-1'",
     ),
-    ({"max_batch_size": "0"}, "parameter max_batch_size: expected an integer >= 1, got '0'"),
+    (
+        {"max_batch_size": "0"},
+        "parameter max_batch_size: expected an integer >= 1 or auto, got '0'",
+    ),
     ({"draft_tree_width": "2"}, "draft_tree_width; did you mean draft_tree_widths"),
     ({"block_reuse": "perhaps"}, "parameter block_reuse must be true or false, got 'perhaps'"),
     (

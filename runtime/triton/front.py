@@ -45,9 +45,7 @@ class Front:
         self._timeout: float | None = settings.request_timeout
         with ExitStack() as stack:
             speculation = speculation_of(settings, str(directory))
-            llm = stack.enter_context(
-                loaded_llm(settings, str(directory), speculation, settings.max_batch_size)
-            )
+            llm = stack.enter_context(loaded_llm(settings, str(directory), speculation))
             self.service = Service(
                 llm,
                 ServerSettings(

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure_model(args: argparse.Namespace, text: str) -> Measurement:
     expect_directory(args.model)
     speculation = speculation_of(args, args.model)
-    with loaded_llm(args, args.model, speculation, args.max_batch_size) as llm:
+    with loaded_llm(args, args.model, speculation) as llm:
         from ..bench.target import EngineTarget
 
         spec = _spec(args, llm._engine._executor.limits.max_seq_len)

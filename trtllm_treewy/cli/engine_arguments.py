@@ -18,6 +18,10 @@ from ..llmapi import (
 from .sizes import parse_size
 
 DEFAULT_DRAFT_TREE_WIDTHS = (3, 3, 3)
+# Sequences at once on the CPU, and of so few prompts no more than there are.
+DEFAULT_BATCH_SIZE = 8
+# As many of them as memory holds.
+AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -52,10 +56,10 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> argpa
         )
     engine.add_argument(
         "--max-batch-size",
-        type=positive,
-        default=8,
+        type=batch_size,
         metavar="N",
-        help="most prompts decoded together (default: %(default)s)",
+        help=f"most prompts decoded together, or {AUTO}: as many of the longest length as memory "
+        f"holds (default: {AUTO} on a GPU, {DEFAULT_BATCH_SIZE} on the CPU)",
     )
     engine.add_argument(
         "--max-seq-len",
@@ -323,6 +327,14 @@ def unsigned(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}")
     return int(text)
+
+
+def batch_size(text: str) -> int | str:
+    """An integer of at least 1, or `AUTO`."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1 and text != AUTO:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1 or {AUTO}, got {text!r}")
+    return value or AUTO
 
 
 def positive(text: str) -> int:

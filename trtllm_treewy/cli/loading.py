@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..llmapi import KvCacheConfig, MTPDecodingConfig
-from .engine_arguments import graph_settings
+from .engine_arguments import AUTO, DEFAULT_BATCH_SIZE, graph_settings
 from .program import EXIT_INTERRUPTED
 from .streams import write_err
 
@@ -28,9 +28,12 @@ def expect_directory(model: str) -> None:
 
 @contextmanager
 def loaded_llm(
-    args: argparse.Namespace, model: str, speculation: MTPDecodingConfig, num_prompts: int
+    args: argparse.Namespace,
+    model: str,
+    speculation: MTPDecodingConfig,
+    num_prompts: int | None = None,
 ) -> Iterator[LLM]:
-    """The model with its engine, closed at the end."""
+    """The model with its engine, closed at the end; for `num_prompts`, or any number of them."""
     cache = KvCacheConfig(
         mamba_ssm_cache_dtype=args.state_dtype,
         enable_block_reuse=args.block_reuse,
@@ -50,7 +53,7 @@ def loaded_llm(
             dtype=args.dtype,
             speculative_config=speculation,
             kv_cache_config=cache,
-            max_batch_size=min(num_prompts, args.max_batch_size),
+            max_batch_size=_batch_size(args, model, num_prompts),
             max_seq_len=args.max_seq_len,
             batch_wait_timeout_iters=args.batch_wait_iters,
             batch_wait_max_tokens_ratio=args.batch_wait_max_tokens_ratio,
@@ -64,6 +67,29 @@ def loaded_llm(
         write_err("\033[K")
     with llm:
         yield llm
+
+
+def _batch_size(args: argparse.Namespace, model: str, num_prompts: int | None) -> int | None:
+    """What `LLM` is told: None takes as many as fit, which few prompts have no use for."""
+    given = args.max_batch_size
+    if given is None:
+        given = AUTO if _on_gpu(args.device, model) else DEFAULT_BATCH_SIZE
+    if given == AUTO:
+        few = num_prompts is not None and num_prompts <= DEFAULT_BATCH_SIZE
+        return num_prompts if few else None
+    most: int = given
+    return most if num_prompts is None else min(num_prompts, most)
+
+
+def _on_gpu(device: str | None, model: str) -> bool:
+    """Whether `LLM` will run the model on a GPU."""
+    if device is not None:
+        return not device.startswith("cpu")
+    import torch
+
+    from ..model_directory import ModelDirectory
+
+    return torch.cuda.is_available() and not ModelDirectory.read(Path(model)).for_cpu
 
 
 def _let_threads_sleep(device: str | None) -> None:

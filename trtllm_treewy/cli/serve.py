@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
                 "not set: everyone is served]\n"
             )
         speculation = speculation_of(args, args.model)
-        with loaded_llm(args, args.model, speculation, args.max_batch_size) as llm:
+        with loaded_llm(args, args.model, speculation) as llm:
             from ..serve.service import ServerSettings, Service
 
             settings = ServerSettings(
@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
             def tell() -> None:
                 if not args.quiet:
+                    most = llm._engine._executor.limits.max_batch_size
+                    write_err(f"[requests that run at once: {most}]\n")
                     write_err(f"[serving {name} on {server.url_of(sock)}]\n")
 
             received = server.serve(
