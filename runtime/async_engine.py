@@ -458,14 +458,15 @@ class AsyncEngine:
             self._failed_steps = 0
             return
         self._failed_steps += 1
-        reason = describe(failed)
         if self._failed_steps >= MAX_FAILED_STEPS or _is_final(failed):
             self._die(failed)
             return
         # What the engine ended because of the failure is told why; what it kept goes on.
+        error = f"the engine step failed: {describe(failed)}"
         for stream in list(self._live.values()):
-            if stream.handle.request.finish_reason == "cancelled" and not stream.aborted:
-                self._finish(stream, StepFailedError(f"the engine step failed: {reason}"))
+            reason = stream.handle.request.finish_reason
+            if reason in ("cancelled", "error") and not stream.aborted:
+                self._finish(stream, StepFailedError(error))
                 self._wake([stream])
 
     def _collect(self, began: float) -> list[RequestStream]:

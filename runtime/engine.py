@@ -17,7 +17,7 @@ from .buckets import Buckets
 from .decision import NOT_FINITE, Decision, Sampler
 from .device_decoder import DecodedRow, DeviceDecoder
 from .drafter import Drafter, DraftRoot
-from .errors import EngineDeadError, TooLongError
+from .errors import EngineDeadError, TooLongError, describe
 from .executor import Executor, StepOutput
 from .prefix_cache import PrefixCache
 from .request import Request
@@ -169,16 +169,22 @@ class Engine:
         computed, and each is then tried in a batch of its own: one that fails alone ends with
         that error, and the others go on.
 
-        An interrupt ends every request in the engine as cancelled, and empties the prefix cache:
-        their states may stand between two tokens. The engine itself stays usable.
+        Any other error ends every request in the engine with it, an interrupt as cancelled, and
+        empties the prefix cache: their states may stand between two tokens. The engine itself stays
+        usable.
         """
         started = self._clock()
         try:
             self._step()
-        except BaseException:
+        except BaseException as error:
             self._discard()
             self._executor.pages.recount()
-            self._count_ends(self._scheduler.cancel_all())
+            ended = self._scheduler.cancel_all()
+            if isinstance(error, Exception):
+                # Whoever waits for them may be another than who made this step.
+                for request in ended:
+                    request.fail(_step_failed(error))
+            self._count_ends(ended)
             self.drop_prefixes()
             self._executor.pages.recount()
             raise
@@ -267,7 +273,7 @@ class Engine:
             going = [r for r in requests if not r.finished]
             if len(requests) == 1:
                 for request in going:
-                    request.fail(f"the engine step failed: {type(error).__name__}: {error}")
+                    request.fail(_step_failed(error))
             else:
                 for request in going:
                     request.isolated = True
@@ -679,6 +685,10 @@ class Engine:
             stats.kv_blocks_cached = self._prefixes.blocks_held
             stats.checkpoints_used = self._prefixes.checkpoints_used
             stats.checkpoint_evictions = self._prefixes.evictions
+
+
+def _step_failed(error: Exception) -> str:
+    return f"the engine step failed: {describe(error)}"
 
 
 def _batches(

@@ -519,13 +519,23 @@ class RequestStream:
         if self._done:
             raise StopAsyncIteration
         if self._merged is None:
-            texts, streaming = self._group.texts, self._streaming
-            self._adopted = [self._llm._adopt(handle, streaming) for handle in texts]
-            one = len(self._adopted) == 1
-            self._merged = self._adopted[0] if one else MergedStream(self._adopted, streaming)
+            self._merged = self._adopt()
         output = await anext(self._merged)
         self._done = output.finished
         return output
+
+    def _adopt(self) -> AsyncIterator[RequestOutput]:
+        """Hands all texts over to the engine thread; they are ended where it takes no more."""
+        llm, texts, streaming = self._llm, self._group.texts, self._streaming
+        try:
+            adopted = [llm._adopt(handle, streaming) for handle in texts]
+        except BaseException:
+            self._done = True
+            with llm._lock:
+                llm._release(texts)
+            raise
+        self._adopted = adopted
+        return adopted[0] if len(adopted) == 1 else MergedStream(adopted, streaming)
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self.aresult().__await__()

@@ -137,8 +137,9 @@ class _Api:
         self, http: Request, parse: Callable[[dict[str, Any]], GenerationRequest]
     ) -> Response:
         request = parse(parse_object(await self._body(http)))
-        streams = await self._service.start(request)
+        # Before there are streams, which whoever has them must end.
         answer = Answer(request, self._settings.model_name, self._service.llm.tokenizer)
+        streams = await self._service.start(request)
 
         def end() -> None:
             for stream in streams:
@@ -205,6 +206,9 @@ async def _events(streams: list[RequestStream], answer: Answer) -> AsyncGenerato
             yield event(closing)
     except ApiError as error:
         yield event(error.body())
+    except Exception as error:
+        yield event(_internal(error).body())
+        raise  # to be logged; the connection ends with it
     yield DONE
 
 
@@ -224,5 +228,8 @@ async def _client_gone(_: Request, __: Exception) -> Response:
 
 
 async def _server_error(_: Request, error: Exception) -> Response:
-    body = ApiError(500, f"internal error: {type(error).__name__}", code="internal").body()
-    return Json(body, 500)
+    return Json(_internal(error).body(), 500)
+
+
+def _internal(error: Exception) -> ApiError:
+    return ApiError(500, f"internal error: {type(error).__name__}", code="internal")
