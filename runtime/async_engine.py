@@ -462,11 +462,11 @@ class AsyncEngine:
             self._die(failed)
             return
         # What the engine ended because of the failure is told why; what it kept goes on.
-        error = f"the engine step failed: {describe(failed)}"
+        told = f"the engine step failed: {describe(failed)}"
         for stream in list(self._live.values()):
             reason = stream.handle.request.finish_reason
             if reason in ("cancelled", "error") and not stream.aborted:
-                self._finish(stream, StepFailedError(error))
+                self._finish(stream, StepFailedError(told))
                 self._wake([stream])
 
     def _collect(self, began: float) -> list[RequestStream]:

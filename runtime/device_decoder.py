@@ -220,33 +220,14 @@ class DeviceDecoder:
         # Where the next step has no drafts, and room to append its pairs, they wait.
         entered = any(drafted) and (following > 1 or held == path)
         columns = self._graphs.result_columns(shape[1])
-        source = self._graphs.buffers.result(shape[0], columns)[: len(nodes)]
-        # The other one's results, if it is in use, have not been read yet.
-        busy = self._launched[-1].table.data_ptr() if self._launched else 0
-        host = next(buffer for buffer in self._host if buffer.data_ptr() != busy)
-        table = host[: source.numel()].view(source.shape)
-        table.copy_(source, non_blocking=True)
-        event = None
-        if source.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
+        table, event = self._start_copy(shape[0], columns, len(nodes))
         self._launched.append(
             _Launched(
-                slots,
-                drafted,
-                nodes,
-                shape,
-                longest,
-                columns,
-                table,
-                event,
-                appended is not None,
-                held,
-                following,
-                next_nodes,
-                entered or not any(drafted),
+                slots, drafted, nodes, shape, longest, columns, table, event,
+                appends=appended is not None, held=held, following=following,
+                next_nodes=next_nodes, entered=entered or not any(drafted),
             )
-        )
+        )  # fmt: skip
         if entered:
             self._graphs.run_drafts(following, shape[0], longest + path)
         for slot, mine in zip(slots, drafted, strict=True):
@@ -255,6 +236,22 @@ class DeviceDecoder:
                 self._drafted[slot] = following
             if mine:
                 (self._unseen.discard if entered else self._unseen.add)(slot)
+
+    def _start_copy(
+        self, batch: int, columns: int, rows: int
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The results on the host, int32 [rows, columns], and when they are there."""
+        source = self._graphs.buffers.result(batch, columns)[:rows]
+        # The other one's results, if it is in use, have not been read yet.
+        busy = self._launched[-1].table.data_ptr() if self._launched else 0
+        host = next(buffer for buffer in self._host if buffer.data_ptr() != busy)
+        table = host[: source.numel()].view(source.shape)
+        table.copy_(source, non_blocking=True)
+        if not source.is_cuda:
+            return table, None
+        event = torch.cuda.Event()
+        event.record()
+        return table, event
 
     def results(self, requests: Sequence[Request]) -> list[DecodedRow]:
         """What the oldest step under way brought, in the order of its `launch`.

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trtllm_treewy import reference
+
 
 @dataclass(frozen=True)
 class Dims:
@@ -152,6 +154,22 @@ def naive_step(
         outs.append(after @ query)
         states.append(after)
     return torch.stack(outs), torch.stack(states)
+
+
+def expected_step(
+    raw: dict[str, Tensor], state: Tensor, slot: Tensor, parents: Tensor, real: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs and states of a step of a layer by the float64 recurrence, [B, N, ...].
+
+    `raw` as `projections` gives it, `state` of all slots; nodes that are not `real` are padding.
+    """
+    raw = {name: x.double() for name, x in raw.items()}
+    q, k = reference.normalize_qk(raw["q"], raw["k"])
+    g, beta = reference.gates(raw["a"], raw["b"], raw["A_log"], raw["dt_bias"])
+    before = state[slot.clamp(min=0).long()].double()
+    return reference.tree_recurrence(
+        q, k, raw["v"], g, beta, before, torch.where(real, parents, -1)
+    )
 
 
 def relative_error(x: Tensor, truth: Tensor) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from gdn_cases import (
     Dims,
+    expected_step,
     generator,
     projections,
     random_accepted,
@@ -18,8 +19,6 @@ from gdn_cases import (
     random_trees,
 )
 from torch import Tensor
-
-from trtllm_treewy import reference
 
 LAYERS, SLOTS = 2, 7
 # Relative to the largest value; states of 16 bits are rounded at every sibling.
@@ -75,12 +74,8 @@ class SnapshotCase:
 
     def expected(self, layer: int) -> tuple[Tensor, Tensor]:
         """Outputs and states of the float64 recurrence."""
-        raw = {name: x.double() for name, x in self.raw[layer].items()}
-        q, k = reference.normalize_qk(raw["q"], raw["k"])
-        g, beta = reference.gates(raw["a"], raw["b"], raw["A_log"], raw["dt_bias"])
-        state = self.state[layer, self.slot.clamp(min=0).long()].double()
-        parents = torch.where(self.real, self.parents, -1)
-        return reference.tree_recurrence(q, k, raw["v"], g, beta, state, parents)
+        raw, state = self.raw[layer], self.state[layer]
+        return expected_step(raw, state, self.slot, self.parents, self.real)
 
     def check(self, layer: int, out: Tensor, chain: bool = False) -> None:
         """Outputs and snapshots against float64; what is padding is zero, or as it was."""

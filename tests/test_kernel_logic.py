@@ -11,7 +11,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import folding_suite as folds
 import kernel_suite as suite
@@ -20,23 +19,12 @@ import pytest
 import torch
 from gdn_cases import DECAYS, Dims
 from kernel_suite import BF16, F16, F32, TYPES, Machine, TreeCase
+from plugin_host import cuda_home
 
 from trtllm_treewy import cuda_library, cuda_ops
 
 HALF_TYPES = tuple(types for types in TYPES if types[0] != F32)
 DIMS = (Dims(1, 2, 64, 128), Dims(2, 2, 128, 64), Dims(1, 4, 64, 64))
-
-
-def cuda_home():
-    """Folder with CUDA's headers, or None."""
-    nvcc = shutil.which("nvcc")
-    places = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    if nvcc:
-        places.append(str(Path(nvcc).resolve().parent.parent))
-    for place in places:
-        if place and (Path(place) / "include" / "cuda_bf16.h").is_file():
-            return place
-    return None
 
 
 @pytest.fixture(scope="module")

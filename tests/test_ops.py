@@ -12,6 +12,7 @@ from gdn_cases import (
     DIMS,
     Dims,
     bits,
+    expected_step,
     generator,
     path_of,
     projections,
@@ -161,12 +162,8 @@ class Case:
 
     def expected(self, layer=0):
         """Outputs and states of the float64 recurrence, [B, N, ...]."""
-        raw = {name: x.double() for name, x in self.raw[layer].items()}
-        q, k = reference.normalize_qk(raw["q"], raw["k"])
-        g, beta = reference.gates(raw["a"], raw["b"], raw["A_log"], raw["dt_bias"])
-        state = self.state[layer, self.slot.clamp(min=0).long()].double()
-        parents = torch.where(self.real, self.parents, -1)
-        return reference.tree_recurrence(q, k, raw["v"], g, beta, state, parents)
+        raw, state = self.raw[layer], self.state[layer]
+        return expected_step(raw, state, self.slot, self.parents, self.real)
 
 
 # ---------------------------------------------------------------- registration

@@ -126,17 +126,11 @@ class LLM:
         _check_ranks(tensor_parallel_size)
         check_limit("max_num_tokens", max_num_tokens)
         _check_batch_wait(batch_wait_timeout_iters, batch_wait_max_tokens_ratio)
+        _check_load_format(load_format)
         self.speculation = speculation_config_from(speculative_config)
         cache_config = kv_cache_config_from(kv_cache_config)
         graphs = cuda_graph_config_from(cuda_graph_config)
-        if load_format not in ("auto", "dummy"):
-            raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
-        if self.speculation.simulated_acceptance is not None:
-            warnings.warn(
-                f"acceptance is drawn from the law {self.speculation.simulated_acceptance} and "
-                "not from the model (simulated_acceptance): the texts mean nothing",
-                stacklevel=2,
-            )
+        _warn_of_law(self.speculation)
         directory = Path(model)
         self.config = ModelConfig.from_pretrained(directory)
         self._end_ids = end_token_ids(directory, self.config)
@@ -156,7 +150,7 @@ class LLM:
             make = EngineRank(directory.absolute(), graphs is not None)
             make_ranks = partial(RankGroup, shard_config(self.config, ranks), make, devices)
         elif ranks > 1:
-            make_ranks = self._ranks_maker(directory, devices, dtype, load_format, progress)
+            make_ranks = _ranks_maker(directory, self.config, devices, dtype, load_format, progress)
         if max_seq_len is None:
             max_seq_len = min(found.max_seq_len(self.config), DEFAULT_MAX_SEQ_LEN)
         source = found.source(
@@ -187,25 +181,6 @@ class LLM:
         self._starting = threading.Lock()
         self._next_id = 0
         self._closed = False
-
-    def _ranks_maker(
-        self,
-        directory: Path,
-        devices: Sequence[torch.device],
-        dtype: str | torch.dtype,
-        load_format: str,
-        progress: Callable[[int, int], None] | None,
-    ) -> Callable[[], RankGroup]:
-        """What starts the ranks; ValueError where the model cannot be divided over so many."""
-        part = shard_config(self.config, len(devices))
-        if load_format == "dummy":
-            dummy = partial(dummy_rank, self.config, part, resolve_dtype(dtype, self.config))
-            return lambda: RankGroup(part, partial(make_torch_rank, dummy), devices)
-        load = partial(load_rank, directory, self.config, dtype)
-        return lambda: RankGroup(
-            part, partial(make_torch_rank, load), devices,
-            make_first=partial(make_torch_rank, partial(load, progress=progress)),
-        )  # fmt: skip
 
     def __enter__(self) -> LLM:
         return self
@@ -613,6 +588,22 @@ def _check_ranks(size: Any) -> None:
         raise ValueError(f"tensor_parallel_size must be an integer >= 1, got {size!r}")
 
 
+def _check_load_format(load_format: Any) -> None:
+    """Raises ValueError unless weights can be had in that way."""
+    if load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
+
+
+def _warn_of_law(speculation: MTPDecodingConfig) -> None:
+    """Warns whoever measures with drafts that are accepted at random."""
+    if speculation.simulated_acceptance is not None:
+        warnings.warn(
+            f"acceptance is drawn from the law {speculation.simulated_acceptance} and not from "
+            "the model (simulated_acceptance): the texts mean nothing",
+            stacklevel=3,
+        )
+
+
 def _check_batch_wait(iters: Any, ratio: Any) -> None:
     """Raises ValueError unless requests can wait for so long."""
     if isinstance(iters, bool) or not isinstance(iters, int) or iters < 0:
@@ -629,6 +620,26 @@ def _warn_of_graphs(graphs: CudaGraphConfig | None, device: torch.device) -> Non
             "captured, and those of a model over several GPUs are not",
             stacklevel=3,
         )
+
+
+def _ranks_maker(
+    directory: Path,
+    config: ModelConfig,
+    devices: Sequence[torch.device],
+    dtype: str | torch.dtype,
+    load_format: str,
+    progress: Callable[[int, int], None] | None,
+) -> Callable[[], RankGroup]:
+    """What starts the ranks; ValueError where the model cannot be divided over so many."""
+    part = shard_config(config, len(devices))
+    if load_format == "dummy":
+        dummy = partial(dummy_rank, config, part, resolve_dtype(dtype, config))
+        return lambda: RankGroup(part, partial(make_torch_rank, dummy), devices)
+    load = partial(load_rank, directory, config, dtype)
+    return lambda: RankGroup(
+        part, partial(make_torch_rank, load), devices,
+        make_first=partial(make_torch_rank, partial(load, progress=progress)),
+    )  # fmt: skip
 
 
 def _load(

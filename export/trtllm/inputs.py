@@ -46,35 +46,10 @@ def prepare_inputs(
 ) -> dict[str, Any]:
     """The keyword arguments of the model's `forward`, as network inputs."""
     config, net = setting.whole, default_net().plugin_config
+    common = _limits(sizes, build, net)
     # Rows of a tree are in the cache before they are accepted.
     longest = sizes.max_seq_len + build.draft_len
-    common = {
-        "max_batch_size": sizes.max_batch_size,
-        "max_beam_width": 1,
-        "max_input_len": sizes.max_input_len,
-        "max_num_tokens": sizes.max_num_tokens,
-        "opt_num_tokens": sizes.opt_num_tokens,
-        "max_draft_len": build.draft_len,
-        "multiple_profiles": net.multiple_profiles,
-        "kv_cache_type": KVCacheType.PAGED,
-    }
-    made = model.prepare_basic_inputs(
-        **common,
-        max_seq_len=longest,
-        hidden_size=config.hidden_size,
-        num_kv_heads=config.num_key_value_heads,
-        head_size=config.head_dim,
-        num_layers=len(config.attention_layers),
-        kv_dtype=str_dtype_to_trt(setting.dtype),
-        remove_input_padding=True,
-        use_gpt_attention_plugin=net.gpt_attention_plugin,
-        use_gemm_plugin=net.gemm_plugin,
-        tokens_per_block=net.tokens_per_block,
-        gather_context_logits=gather_context_logits,
-        dtype=str_dtype_to_trt(setting.dtype),
-        num_heads=config.num_attention_heads,
-        mapping=setting.mapping,
-    )
+    made = _basic_inputs(model, setting, net, longest, gather_context_logits, common)
     profiles = _profiles(common, net)
     ranges = _ranges(sizes, build)
     ours = {
@@ -92,6 +67,50 @@ def prepare_inputs(
         "conv_states": [ours[f"past_conv_state_{i}"] for i in config.linear_layers],
         "rnn_states": [ours[f"past_rnn_state_{i}"] for i in config.linear_layers],
     }
+
+
+def _limits(sizes: Sizes, build: BuildSettings, net: Any) -> dict[str, Any]:
+    """What the library makes both the inputs and their profiles by."""
+    return {
+        "max_batch_size": sizes.max_batch_size,
+        "max_beam_width": 1,
+        "max_input_len": sizes.max_input_len,
+        "max_num_tokens": sizes.max_num_tokens,
+        "opt_num_tokens": sizes.opt_num_tokens,
+        "max_draft_len": build.draft_len,
+        "multiple_profiles": net.multiple_profiles,
+        "kv_cache_type": KVCacheType.PAGED,
+    }
+
+
+def _basic_inputs(
+    model: GenerationMixin,
+    setting: Setting,
+    net: Any,
+    max_seq_len: int,
+    gather_context_logits: bool,
+    limits: dict[str, Any],
+) -> dict[str, Any]:
+    """The library's own inputs: those of tokens, attention and logits."""
+    config = setting.whole
+    made: dict[str, Any] = model.prepare_basic_inputs(
+        **limits,
+        max_seq_len=max_seq_len,
+        hidden_size=config.hidden_size,
+        num_kv_heads=config.num_key_value_heads,
+        head_size=config.head_dim,
+        num_layers=len(config.attention_layers),
+        kv_dtype=str_dtype_to_trt(setting.dtype),
+        remove_input_padding=True,
+        use_gpt_attention_plugin=net.gpt_attention_plugin,
+        use_gemm_plugin=net.gemm_plugin,
+        tokens_per_block=net.tokens_per_block,
+        gather_context_logits=gather_context_logits,
+        dtype=str_dtype_to_trt(setting.dtype),
+        num_heads=config.num_attention_heads,
+        mapping=setting.mapping,
+    )
+    return made
 
 
 def _profiles(common: dict[str, Any], net: Any) -> int:

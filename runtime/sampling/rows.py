@@ -93,18 +93,7 @@ class SamplingRows:
                 "sampling rows: expected an output for each sequence, at least one, and pad_to not "
                 f"below; got {len(sequences)} sequences, {len(outputs)} outputs, pad_to {pad_to}"
             )
-        device = torch.device(device)
-        padding = rows - len(sequences)
-        integers = [_integers(s, len(output)) for s, output in zip(sequences, outputs, strict=True)]
-        numbers = [_numbers(s) for s in sequences]
-        i, f = upload_all(
-            [
-                torch.tensor(integers + [_GREEDY_INTEGERS] * padding),
-                torch.tensor(numbers + [_NEUTRAL_NUMBERS] * padding),
-            ],
-            device,
-        )
-        vocab_size = sequences[0].vocab_size
+        device, vocab_size = torch.device(device), sequences[0].vocab_size
         asked = [n for s in sequences if (n := s.params.num_logprobs) is not None]
         sparse = _sparse_biases(sequences, rows, device)
         counts = _counts(sequences, outputs, rows, device)
@@ -119,18 +108,7 @@ class SamplingRows:
             plain_greedy=not random and not asked and not changed,
             num_logprobs=min(max(asked), vocab_size) if asked else None,
             any_processed=any(s.params.logprobs_mode == "processed" for s in sequences),
-            greedy=i[:, 0] != 0,
-            rejection=i[:, 1] != 0,
-            processed_logprobs=i[:, 2] != 0,
-            position=i[:, 3],
-            top_k=torch.where(i[:, 4] > 0, i[:, 4], vocab_size),
-            seed=i[:, 5:8],
-            temperature=f[:, 0],
-            top_p=f[:, 1],
-            min_p=f[:, 2],
-            repetition=f[:, 3],
-            presence=f[:, 4],
-            frequency=f[:, 5],
+            **_columns(sequences, outputs, rows, device),
             counts=counts,
             bias_ids=sparse[0],
             bias=sparse[1],
@@ -166,6 +144,39 @@ class SamplingRows:
 
 _GREEDY_INTEGERS = [1, 0, 0, 0, 0, 0, 0, 0]
 _NEUTRAL_NUMBERS = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def _columns(
+    sequences: Sequence[SequenceSampling],
+    outputs: Sequence[Sequence[int]],
+    rows: int,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The settings that every row has, by name; in two tensors, for one upload."""
+    padding = rows - len(sequences)
+    integers = [_integers(s, len(output)) for s, output in zip(sequences, outputs, strict=True)]
+    numbers = [_numbers(s) for s in sequences]
+    i, f = upload_all(
+        [
+            torch.tensor(integers + [_GREEDY_INTEGERS] * padding),
+            torch.tensor(numbers + [_NEUTRAL_NUMBERS] * padding),
+        ],
+        device,
+    )
+    return {
+        "greedy": i[:, 0] != 0,
+        "rejection": i[:, 1] != 0,
+        "processed_logprobs": i[:, 2] != 0,
+        "position": i[:, 3],
+        "top_k": torch.where(i[:, 4] > 0, i[:, 4], sequences[0].vocab_size),
+        "seed": i[:, 5:8],
+        "temperature": f[:, 0],
+        "top_p": f[:, 1],
+        "min_p": f[:, 2],
+        "repetition": f[:, 3],
+        "presence": f[:, 4],
+        "frequency": f[:, 5],
+    }
 
 
 def _integers(sequence: SequenceSampling, position: int) -> list[int]:
