@@ -174,7 +174,7 @@ def test_streams_of_an_llm_under_failures(seed, llm, texts, monkeypatch):
     assert len(ended) == 6
     assert "whole" in found
     assert llm._async_engine.alive
-    assert llm._async_engine.num_open == 0
+    until(lambda: llm._async_engine.num_open == 0)
 
 
 # --- the server ---
