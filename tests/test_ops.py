@@ -806,9 +806,9 @@ def test_lengths_out_of_range_are_none_and_all(run):
     for lengths in ((-1, -(2**31), 8, 2**31 - 1), (0, 0, 7, 7)):
         state, history = case.state.clone(), [x.clone() for x in given]
         history[3][case.slot.long()] = int32(*lengths)
-        commit = treewy.commit_deferred
+        commit = treewy.commit_deferred_folding
         if run != "here":
-            commit = partial(on_device, "commit_deferred")
+            commit = partial(on_device, "commit_deferred_folding")
         commit(state, *history, *case.goal, *stash, *case.folds())
         found.append((state, *history))
     for mine, there in zip(*found, strict=True):
