@@ -189,9 +189,8 @@ def test_generate_gives_the_text_of_llm_generate(server, llm):
         output = llm.generate(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
         assert (status, answer["text_output"]) == (200, output.outputs[0].text)
         assert answer["finish_reason"] == "length"
-        steps = 39 if not speculation else output.speculation.num_steps
-        assert answer["num_verify_steps"] == steps
         if speculation:
+            assert answer["num_verify_steps"] == output.speculation.num_steps
             assert answer["accepted_per_depth"] == output.speculation.accepted_per_depth
             assert answer["acceptance_length"] == pytest.approx(
                 output.speculation.acceptance_length
@@ -199,7 +198,7 @@ def test_generate_gives_the_text_of_llm_generate(server, llm):
             assert answer["total_accepted_draft_tokens"] == output.speculation.num_accepted
             assert answer["total_draft_tokens"] == output.speculation.num_drafted
         else:
-            assert (answer["acceptance_length"], answer["total_draft_tokens"]) == (1.0, 0)
+            assert not answer.keys() & {"acceptance_length", "num_verify_steps"}
 
 
 def test_generate_stream_brings_the_text_in_pieces(server, llm):
