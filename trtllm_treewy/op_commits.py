@@ -5,6 +5,8 @@ Conventions and shapes are those of `ops`, which exports them.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -181,29 +183,13 @@ def commit_deferred(
     Raises:
         ValueError: also if a path has more than H nodes.
     """
-    op, history = "commit_deferred", History(history_u, history_k, history_g, history_len)
-    goal = Commit(slot, parents, num_nodes, accepted)
-    _defer(op, state, history, goal, Stash(u, k, g), None)
+    history, goal = (history_u, history_k, history_g, history_len), (slot, parents, num_nodes)
+    _defer("commit_deferred", state, *history, *goal, accepted, u, k, g)
 
 
 @commit_deferred.register_fake
-def _check_deferred(
-    state: Tensor,
-    history_u: Tensor,
-    history_k: Tensor,
-    history_g: Tensor,
-    history_len: Tensor,
-    slot: Tensor,
-    parents: Tensor,
-    num_nodes: Tensor,
-    accepted: Tensor,
-    u: Tensor,
-    k: Tensor,
-    g: Tensor,
-) -> None:
-    op, history = "commit_deferred", History(history_u, history_k, history_g, history_len)
-    goal = Commit(slot, parents, num_nodes, accepted)
-    _check_defer(op, state, history, goal, Stash(u, k, g), None)
+def _check_deferred(*tensors: Tensor) -> None:
+    Deferred.of(*tensors).check("commit_deferred")
 
 
 @torch.library.custom_op(
@@ -234,37 +220,45 @@ def commit_deferred_folding(
 
     The other arguments are those of `commit_deferred`, and so are the errors.
     """
-    op, history = "commit_deferred_folding", History(history_u, history_k, history_g, history_len)
-    goal, folds = Commit(slot, parents, num_nodes, accepted), Folds(history_folded, history_folding)
-    _defer(op, state, history, goal, Stash(u, k, g), folds)
+    history, goal = (history_u, history_k, history_g, history_len), (slot, parents, num_nodes)
+    given = (*history, *goal, accepted, u, k, g, history_folded, history_folding)
+    _defer("commit_deferred_folding", state, *given)
 
 
 @commit_deferred_folding.register_fake
-def _check_deferred_folding(
-    state: Tensor,
-    history_u: Tensor,
-    history_k: Tensor,
-    history_g: Tensor,
-    history_len: Tensor,
-    slot: Tensor,
-    parents: Tensor,
-    num_nodes: Tensor,
-    accepted: Tensor,
-    u: Tensor,
-    k: Tensor,
-    g: Tensor,
-    history_folded: Tensor,
-    history_folding: Tensor,
-) -> None:
-    op, history = "commit_deferred_folding", History(history_u, history_k, history_g, history_len)
-    goal, folds = Commit(slot, parents, num_nodes, accepted), Folds(history_folded, history_folding)
-    _check_defer(op, state, history, goal, Stash(u, k, g), folds)
+def _check_deferred_folding(*tensors: Tensor) -> None:
+    Deferred.of(*tensors).check("commit_deferred_folding")
 
 
-def _defer(
-    op: str, state: Tensor, history: History, goal: Commit, stash: Stash, folds: Folds | None
-) -> None:
-    _check_defer(op, state, history, goal, stash, folds)
+class Deferred(NamedTuple):
+    """The arguments of a deferred commit, with flags of folds or without."""
+
+    state: Tensor
+    history: History
+    goal: Commit
+    stash: Stash
+    folds: Folds | None
+
+    @classmethod
+    def of(cls, state: Tensor, *rest: Tensor) -> Deferred:
+        """From the operators' arguments."""
+        history, goal, stash = History(*rest[:4]), Commit(*rest[4:8]), Stash(*rest[8:11])
+        return cls(state, history, goal, stash, Folds(*rest[11:]) if rest[11:] else None)
+
+    def check(self, op: str) -> None:
+        """Raises ValueError unless they fit together."""
+        self.goal.check(op, self.state.device)
+        self.stash.check(op, self.state, self.goal.parents.shape)
+        self.history.check(op, self.state, self.stash.k.shape[3])
+        self.history.check_keys(op, self.stash.k)
+        if self.folds is not None:
+            self.folds.check(op, self.state)
+
+
+def _defer(op: str, *tensors: Tensor) -> None:
+    given = Deferred.of(*tensors)
+    given.check(op)
+    state, history, goal, stash, folds = given
     plan, capacity = goal.trees.plan(), history.u.shape[2]
     active = goal.active(op, plan, state.shape[1])
     if goal.is_empty(state.shape[1]):
@@ -283,17 +277,6 @@ def _defer(
         full |= read_rows(folds.folding, goal.slot) != 0
     _fold(state, history, folds, goal.slot, active & full)
     _append(history, goal, plan, Writes.of(active, goal.slot), stash)
-
-
-def _check_defer(
-    op: str, state: Tensor, history: History, goal: Commit, stash: Stash, folds: Folds | None
-) -> None:
-    goal.check(op, state.device)
-    stash.check(op, state, goal.parents.shape)
-    history.check(op, state, stash.k.shape[3])
-    history.check_keys(op, stash.k)
-    if folds is not None:
-        folds.check(op, state)
 
 
 def _path_lengths(goal: Commit, plan: TreePlan) -> Tensor:
@@ -367,21 +350,12 @@ def flush_history(
         state, history_u, history_k, history_g, history_len: as for `commit_deferred`.
         slot: int32 [B], -1 rows are skipped.
     """
-    history = History(history_u, history_k, history_g, history_len)
-    _flush("flush_history", state, history, slot, None)
+    _flush("flush_history", state, history_u, history_k, history_g, history_len, slot)
 
 
 @flush_history.register_fake
-def _check_flush(
-    state: Tensor,
-    history_u: Tensor,
-    history_k: Tensor,
-    history_g: Tensor,
-    history_len: Tensor,
-    slot: Tensor,
-) -> None:
-    history = History(history_u, history_k, history_g, history_len)
-    _check_flushed("flush_history", state, history, slot, None)
+def _check_flush(*tensors: Tensor) -> None:
+    Flush.of(*tensors).check("flush_history")
 
 
 @torch.library.custom_op("treewy::flush_history_folding", mutates_args=(*_DEFERRED_POOLS, *_FOLDS))
@@ -402,47 +376,49 @@ def flush_history_folding(
 
     The other arguments are those of `flush_history`.
     """
-    history = History(history_u, history_k, history_g, history_len)
-    folds = Folds(history_folded, history_folding)
-    _flush("flush_history_folding", state, history, slot, folds)
+    history = (history_u, history_k, history_g, history_len)
+    _flush("flush_history_folding", state, *history, slot, history_folded, history_folding)
 
 
 @flush_history_folding.register_fake
-def _check_flush_folding(
-    state: Tensor,
-    history_u: Tensor,
-    history_k: Tensor,
-    history_g: Tensor,
-    history_len: Tensor,
-    slot: Tensor,
-    history_folded: Tensor,
-    history_folding: Tensor,
-) -> None:
-    history = History(history_u, history_k, history_g, history_len)
-    folds = Folds(history_folded, history_folding)
-    _check_flushed("flush_history_folding", state, history, slot, folds)
+def _check_flush_folding(*tensors: Tensor) -> None:
+    Flush.of(*tensors).check("flush_history_folding")
 
 
-def _flush(op: str, state: Tensor, history: History, slot: Tensor, folds: Folds | None) -> None:
-    _check_flushed(op, state, history, slot, folds)
+class Flush(NamedTuple):
+    """The arguments of a flush, with flags of folds or without."""
+
+    state: Tensor
+    history: History
+    slot: Tensor
+    folds: Folds | None
+
+    @classmethod
+    def of(cls, state: Tensor, *rest: Tensor) -> Flush:
+        """From the operators' arguments."""
+        return cls(state, History(*rest[:4]), rest[4], Folds(*rest[5:]) if rest[5:] else None)
+
+    def check(self, op: str) -> None:
+        """Raises ValueError unless they fit together."""
+        op_checks.expect_dims(op, "state", self.state, f"layers, {STATE_LAYOUT}")
+        op_checks.expect_dims(op, "history_k", self.history.k, "layers, slots, H, HK, K")
+        op_checks.expect_groups(op, self.history.k.shape[3], self.state.shape[2])
+        self.history.check(op, self.state, self.history.k.shape[3])
+        op_checks.expect_dims(op, "slot", self.slot, "batch")
+        op_checks.expect_index(op, "slot", self.slot, "batch", self.slot.shape, self.state.device)
+        if self.folds is not None:
+            self.folds.check(op, self.state)
+
+
+def _flush(op: str, *tensors: Tensor) -> None:
+    given = Flush.of(*tensors)
+    given.check(op)
+    state, history, slot, folds = given
     if slot.is_cpu:
         op_checks.slot_values(op, slot, state.shape[1], unique=True)
     if slot.shape[0] == 0 or state.shape[1] == 0:
         return
     _fold(state, history, folds, slot, slot >= 0)
-
-
-def _check_flushed(
-    op: str, state: Tensor, history: History, slot: Tensor, folds: Folds | None
-) -> None:
-    op_checks.expect_dims(op, "state", state, f"layers, {STATE_LAYOUT}")
-    op_checks.expect_dims(op, "history_k", history.k, "layers, slots, H, HK, K")
-    op_checks.expect_groups(op, history.k.shape[3], state.shape[2])
-    history.check(op, state, history.k.shape[3])
-    op_checks.expect_dims(op, "slot", slot, "batch")
-    op_checks.expect_index(op, "slot", slot, "batch", slot.shape, state.device)
-    if folds is not None:
-        folds.check(op, state)
 
 
 @torch.library.custom_op("treewy::commit_snapshot", mutates_args=("state",))

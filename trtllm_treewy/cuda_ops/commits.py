@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..op_commits import _check_defer, _check_flushed
+from ..op_commits import Deferred, Flush
 from ..op_inputs import Commit, Folds, History
 from ..op_stash import InputStash, Stash
 from .call import Call, call_reference, find_copies, prepare
@@ -139,8 +139,8 @@ def commit_deferred(
     g: Tensor,
 ) -> None:
     """`ops.commit_deferred` by three launches for all layers; a path too long is not moved."""
-    pools, goal = (history_u, history_k, history_g, history_len), (slot, parents, num_nodes)
-    _defer("commit_deferred", (state, *pools, *goal, accepted, u, k, g))
+    history, goal = (history_u, history_k, history_g, history_len), (slot, parents, num_nodes)
+    _defer("commit_deferred", (state, *history, *goal, accepted, u, k, g))
 
 
 def commit_deferred_folding(
@@ -160,8 +160,8 @@ def commit_deferred_folding(
     history_folding: Tensor,
 ) -> None:
     """`ops.commit_deferred_folding` by the launches of `commit_deferred`."""
-    pools, goal = (history_u, history_k, history_g, history_len), (slot, parents, num_nodes)
-    given = (state, *pools, *goal, accepted, u, k, g, history_folded, history_folding)
+    history, goal = (history_u, history_k, history_g, history_len), (slot, parents, num_nodes)
+    given = (state, *history, *goal, accepted, u, k, g, history_folded, history_folding)
     _defer("commit_deferred_folding", given)
 
 
@@ -175,33 +175,30 @@ def _defer(op: str, tensors: tuple[Tensor, ...]) -> None:
 
 def _setup_deferred(call: Call, *tensors_and_op: Any) -> None:
     *tensors, op = tensors_and_op
-    state, history, goal, stash = tensors[0], tensors[1:5], tensors[5:9], tensors[9:12]
-    folds = Folds(*tensors[12:]) if tensors[12:] else None
-    _check_defer(op, state, History(*history), Commit(*goal), Stash(*stash), folds)
-    (*pools, length), parents, (u, k, g) = history, goal[1], stash
+    given = Deferred.of(*tensors)
+    given.check(op)
+    state, history, goal, (u, k, g), folds = given
     call.reason = reason_for_reference(
-        state=state, inputs=(k,), u=u, float32=(g, history[2]), nodes=parents.shape[1]
-    ) or _pools_reason(tuple(pools), length, state)
+        state=state, inputs=(k,), u=u, float32=(g, history.g), nodes=goal.parents.shape[1]
+    ) or _pools_reason(history, state)
     if call.reason is not None:
         return
     call.copies = find_copies(tensors, whole=(5, 6, 7, 8), rows=(9, 10, 11))
-    _fill_commit(call, call.params.commit, state, parents, u, k, g)
-    _set_pools(call, tuple(pools), folds)
+    _fill_commit(call, call.params.commit, state, goal.parents, u, k, g)
+    _set_pools(call, history, folds)
 
 
-def _pools_reason(
-    history: tuple[Tensor, Tensor, Tensor], length: Tensor, state: Tensor
-) -> str | None:
+def _pools_reason(history: History, state: Tensor) -> str | None:
     """`history_reason` of pools whose lengths are written, so that a copy would not do."""
-    if not length.is_contiguous():
+    if not history.length.is_contiguous():
         return "history lengths that are not contiguous"
-    return history_reason(history, state)
+    return history_reason(history[:3], state)
 
 
-def _set_pools(call: Call, history: tuple[Tensor, Tensor, Tensor], folds: Folds | None) -> None:
+def _set_pools(call: Call, history: History, folds: Folds | None) -> None:
     """Histories of all layers; addresses of u, k, g, length, folded and folding."""
     view = call.params.history
-    set_history(view, *history)
+    set_history(view, *history[:3])
     if folds is not None:
         set_folds(view, folds.folded)
     call.address(view, "u", "k", "g", "length", "folded", "folding")
@@ -244,18 +241,18 @@ def _flush(op: str, tensors: tuple[Tensor, ...]) -> None:
 
 def _setup_flush(call: Call, *tensors_and_op: Any) -> None:
     *tensors, op = tensors_and_op
-    state, history, length, slot = tensors[0], tuple(tensors[1:4]), tensors[4], tensors[5]
-    folds = Folds(*tensors[6:]) if tensors[6:] else None
-    _check_flushed(op, state, History(history[0], history[1], history[2], length), slot, folds)
-    call.reason = reason_for_reference(state=state, float32=(history[2],)) or _pools_reason(
-        history, length, state
+    given = Flush.of(*tensors)
+    given.check(op)
+    state, history, slot, folds = given
+    call.reason = reason_for_reference(state=state, float32=(history.g,)) or _pools_reason(
+        history, state
     )
     if call.reason is not None:
         return
     call.copies = find_copies(tensors, whole=(5,), rows=())
     params = call.params
     params.batch, params.num_slots = slot.shape[0], state.shape[1]
-    set_state(params.state, state, history[1].shape[3])
+    set_state(params.state, state, history.k.shape[3])
     call.count_errors(params)
     call.address(params.state, "data")
     _set_pools(call, history, folds)
