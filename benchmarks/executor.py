@@ -236,7 +236,7 @@ def place_sequences(engine: Engine, context: int) -> None:
         # Equal sequences would share their experts, and a step would read few of the weights.
         vocab_size = engine._executor.model.config.vocab_size
         request.output_token_ids.append((2 + request.request_id) % vocab_size)
-        if engine._decoder is not None and engine._decoder.drafts:
+        if engine._device is not None and engine._device.decoder.drafts:
             hidden = torch.zeros(
                 1,
                 engine._executor.model.config.hidden_size,
@@ -251,7 +251,7 @@ def time_parts(
     args: argparse.Namespace, engine: Engine, run: Callable[..., None]
 ) -> dict[str, float]:
     """Median milliseconds of each part, and of all of them in a row."""
-    decoder = engine._decoder
+    decoder = engine._device.decoder
     requests = engine._scheduler.decoding
     decoder.launch(requests, None)
     decoder.results(requests)

@@ -216,7 +216,7 @@ def test_arrivals_and_cancels_while_a_step_is_under_way(model, seed):
             engine.stop(request, len(request.output_token_ids) // 2, "stop")
         waiting = [request for request in waiting if not request.finished]
         engine.step()
-        ahead += bool(engine._under_way)
+        ahead += bool(engine._device.under_way)
     ends = set()
     for number, request in enumerate(requests):
         ends.add(request.finish_reason)
@@ -284,7 +284,7 @@ def test_the_size_of_trees_may_change_at_every_step(model, name, commit):
         engine.add(request)
     while engine.has_work:
         engine.step()
-        ahead += bool(engine._under_way)
+        ahead += bool(engine._device.under_way)
     texts = solo_texts(model, jobs)
     assert [list(r.output_token_ids) for r in requests] == [texts[i] for i in range(len(jobs))]
     check_nothing_leaked(engine)
@@ -336,8 +336,8 @@ def test_the_module_has_seen_every_token_whatever_the_sizes(name, seed):
         engine._hear()
         cache = engine._executor.kv_cache
         for request in requests:
-            if engine._decoder is not None:
-                engine._decoder.release(request)
+            if engine._device is not None:
+                engine._device.decoder.release(request)
             engine._drafter.settle(request.slot)
             places = cache.physical(torch.tensor([request.slot]), torch.arange(30)[None])[0]
             layer = len(model.config.attention_layers)
@@ -423,8 +423,9 @@ def logged_engine(model, name, auto, law, commit):
         model, TOPOLOGIES[name], runner=runner, policy=policy, sizes=sizes, options=options,
         tokens_per_block=128, num_blocks=8, **POLICIES[commit],
     )  # fmt: skip
-    results = engine._decoder.results
-    engine._decoder.results = lambda requests: runner.log.append("heard") or results(requests)
+    decoder = engine._device.decoder
+    results = decoder.results
+    decoder.results = lambda requests: runner.log.append("heard") or results(requests)
     return engine, runner
 
 
@@ -441,10 +442,10 @@ def test_a_step_is_launched_before_the_last_one_is_heard_of(model, commit, name,
     while len(engine._scheduler.decoding) < 3:
         engine.step()
     engine.step()
-    assert engine._under_way
+    assert engine._device.under_way
     runner.log.clear()
     for _ in range(9):
-        start, nodes = len(runner.log), engine._decoder._launched[-1].nodes
+        start, nodes = len(runner.log), engine._device.decoder._launched[-1].nodes
         runner.ops.clear()
         with Operators(runner):
             engine.step()
@@ -453,11 +454,11 @@ def test_a_step_is_launched_before_the_last_one_is_heard_of(model, commit, name,
         assert launched[-1] == "heard"
         assert set(launched[1:-1]) <= {"draft", "extend"}
         assert len(launched) <= 3
-        changed = engine._decoder._launched[-1].nodes != nodes
+        changed = engine._device.decoder._launched[-1].nodes != nodes
         assert runner.ops.count("copy_.default") == 1 + changed, runner.ops
         # The others are made of what the host was sent: scores of trees, new counts of nodes.
         assert {*runner.ops} <= {"copy_.default", "clone.default", "detach_.default"}
-        assert len(engine._under_way) == 3
+        assert len(engine._device.under_way) == 3
     assert runner.log.count("heard") == runner.log.count("step") == 9
 
 
@@ -475,7 +476,7 @@ def test_a_step_more_than_a_sequence_has_room_for_goes_nowhere(model, name):
     ahead = 0
     while engine.has_work:
         engine.step()
-        ahead += bool(engine._under_way)
+        ahead += bool(engine._device.under_way)
     assert ahead > 3
     assert engine.stats.executor_faults == 0
     assert [r.finish_reason for r in requests] == ["length"] * 4
@@ -498,9 +499,9 @@ def test_who_joins_together_is_taken_over_as_one_after_another(model, name):
         assert all(len(r.output_token_ids) == 1 for r in requests)
         groups = [requests] if together else [[r] for r in requests]
         for group in groups:
-            engine._decoder._adopt(group)
+            engine._device.decoder._adopt(group)
         assert runner.counts["adopt"] == len(groups)
-        engine._decoder._adopt(requests)
+        engine._device.decoder._adopt(requests)
         assert runner.counts["adopt"] == len(groups), "they are here already"
         buffers, slots = engine._executor.graphs.buffers, [r.slot for r in requests]
         tables = [buffers.tree_tokens[slots, 0].clone()]

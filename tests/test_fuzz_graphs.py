@@ -167,7 +167,7 @@ def build(world, model, rng):
 
 def check_module(world, engine, wanted):
     """What it has seen of every sequence, whose last pairs may wait on the device."""
-    decoder, drafter = engine._decoder, engine._drafter
+    decoder, drafter = engine._device.decoder, engine._drafter
     for request in engine._scheduler.decoding:
         if not request.speculation:
             continue
@@ -209,7 +209,7 @@ def test_every_request_gives_its_text(name, seed, model, jobs, wanted):
             engine.step()
         except KeyboardInterrupt:
             assert world.interrupts
-        ahead += bool(engine._under_way)
+        ahead += bool(engine._device.under_way)
         if not world.faults:
             check_module(world, engine, wanted)
     for request in requests:
@@ -219,7 +219,7 @@ def test_every_request_gives_its_text(name, seed, model, jobs, wanted):
         if by_itself and request.finish_reason in ("length", "stop"):
             assert got == text
         assert world.faults or request.error is None
-    stats, decoder = engine.stats, engine._decoder
+    stats, decoder = engine.stats, engine._device.decoder
     assert stats.executor_faults <= runner.raised
     assert sum(r.finish_reason in ("length", "stop") for r in requests) > JOBS // 4
     assert min(ahead, stats.accepted_tokens) > 10

@@ -11,6 +11,7 @@ from checkpoints import hf_config, write_checkpoint
 from trtllm_treewy import LLM, SamplingParams
 from trtllm_treewy.batch import PrefillBatch
 from trtllm_treewy.draft_tree import DraftTree
+from trtllm_treewy.runtime import build
 from trtllm_treewy.runtime.drafter import DraftRoot
 
 LENGTHS = [1, 2, 5, 11, 30, 70]
@@ -65,16 +66,19 @@ def params(count: int) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=[40, 7, 64, 23, 1, 50][i % 6]) for i in range(count)]
 
 
-def make_llm(directory, config, **settings) -> LLM:
+def make_llm(directory, config, drafter=None, **settings) -> LLM:
     settings = {"max_batch_size": 3, "max_seq_len": 256, **settings}
-    return LLM(
-        directory,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        device="cpu",
-        speculative_config=config,
-        **settings,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if drafter is not None:
+            patch.setattr(build, "make_drafter", lambda *_: drafter)
+        return LLM(
+            directory,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            device="cpu",
+            speculative_config=config,
+            **settings,
+        )
 
 
 def generate(directory, prompts, config, **settings):
@@ -165,8 +169,8 @@ def test_what_the_drafter_is_told(checkpoint, prompts, plain):
     """Verified tokens and the hidden states before them, scattered paths and prompt chunks (10)."""
     texts = {i: [*p, *t] for i, (p, t) in enumerate(zip(prompts, plain, strict=True))}
     config = {"draft_tree_parents": [-1, *[0] * 13]}
-    with make_llm(checkpoint, config, max_num_tokens=42) as llm:
-        spy = llm._engine._drafter = SpyDrafter(texts, seed=5)
+    spy = SpyDrafter(texts, seed=5)
+    with make_llm(checkpoint, config, spy, max_num_tokens=42) as llm:
         outputs = llm.generate(prompts, params(len(prompts)))
         assert [output.outputs[0].token_ids for output in outputs] == plain
         executor = llm._engine._executor
@@ -193,8 +197,8 @@ def test_min_tokens_inside_a_tree(minimum, checkpoint, prompts, plain):
     with make_llm(checkpoint, None) as llm:
         expected = llm.generate(prompts[2], SamplingParams(**settings)).outputs[0].token_ids
     text = [*prompts[2], *expected]
-    with make_llm(checkpoint, {"draft_tree_parents": [-1, *[0] * 13]}) as llm:
-        llm._engine._drafter = OracleDrafter({0: text}, seed=minimum)
+    drafter = OracleDrafter({0: text}, seed=minimum)
+    with make_llm(checkpoint, {"draft_tree_parents": [-1, *[0] * 13]}, drafter) as llm:
         output = llm.generate(prompts[2], SamplingParams(**settings))
     assert output.outputs[0].token_ids == expected
     assert output.speculation.num_accepted > 0
@@ -210,8 +214,7 @@ def test_random_trees(seed, policy, checkpoint, prompts, plain):
         "deferred_history": 14,  # the trees below are deeper than these widths say
     }
     texts = {i: [*p, *t] for i, (p, t) in enumerate(zip(prompts, plain, strict=True))}
-    with make_llm(checkpoint, config) as llm:
-        llm._engine._drafter = OracleDrafter(texts, seed)
+    with make_llm(checkpoint, config, OracleDrafter(texts, seed)) as llm:
         outputs = llm.generate(prompts, params(len(prompts)))
     assert [output.outputs[0].token_ids for output in outputs] == plain
     accepted = sum((o.speculation.num_accepted for o in outputs), 0)
