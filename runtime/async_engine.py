@@ -1,8 +1,7 @@
 """One thread that steps the engine, and an asyncio front to it.
 
 Only the engine thread touches the engine. Callers hand requests and aborts over a mailbox; outputs
-come back through `RequestStream.__anext__`, one at a time: what a slow reader has not fetched yet
-is not piled up, the next output simply says more.
+come back through a `RequestStream`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from typing import Any, Protocol
 
 import torch
 
-from trtllm_treewy.outputs import RequestOutput
-
 from .errors import (
     EngineDeadError,
     QueueFullError,
@@ -29,6 +26,7 @@ from .errors import (
     describe,
 )
 from .request import Request
+from .request_stream import Handle, RequestStream
 
 DEFAULT_MAX_QUEUE = 256
 # Steps that fail in a row until the engine counts as dead.
@@ -52,17 +50,6 @@ class EngineLike(Protocol):
     def step(self) -> None: ...
 
 
-class Handle(Protocol):
-    """A request with its text: what `LLM` makes of a prompt."""
-
-    @property
-    def request(self) -> Request: ...
-    @property
-    def has_news(self) -> bool: ...
-    def update(self, stop: Callable[[Request, int, str], None]) -> None: ...
-    def output(self) -> RequestOutput: ...
-
-
 class EngineObserver(Protocol):
     """Who is told of a request's life, in the engine thread; see `metrics.Metrics`."""
 
@@ -75,125 +62,6 @@ class EngineObserver(Protocol):
         self, request: Request, reason: str, seconds: float, per_token: float | None
     ) -> None: ...
     def stepped(self, seconds: float, failed: bool) -> None: ...
-
-
-class RequestStream:
-    """The outputs of one request, for `async for`; in the event loop that submitted it.
-
-    With `streaming` an output comes after every step that brought something new, with the news
-    since the output before in `text_diff` and `token_ids_diff`; otherwise the whole comes at the
-    end. Leaving early: `abort`, or `async with` around it, which frees what the request holds.
-
-    Raises (from the iteration):
-        StepFailedError: the step that the request was in failed.
-        EngineDeadError: the engine failed for good.
-        ShuttingDownError: the engine was closed before the request was done.
-    """
-
-    def __init__(
-        self, engine: AsyncEngine, handle: Handle, streaming: bool, added: bool = False
-    ) -> None:
-        self._engine, self.handle, self._streaming = engine, handle, streaming
-        self.added = added
-        self.submitted_at = time.monotonic()
-        self.started_at: float | None = None
-        self.first_token_at: float | None = None
-        self.num_tokens = 0
-        self.aborted = False
-        self.closed = False  # the engine thread is done with it
-        self._loop = asyncio.get_running_loop()
-        self._woken = asyncio.Event()
-        self._mutex = threading.Lock()
-        self._output: RequestOutput | None = None
-        self._error: RequestError | None = None
-        self._behind = False
-        self._exhausted = False
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._exhausted:
-            self._woken.clear()
-            with self._mutex:
-                output, self._output = self._output, None
-                error = None if output is not None else self._error
-                behind, self._behind = self._behind, False
-            if behind and output is not None and not output.finished:
-                self._engine._refresh(self)
-            if output is not None:
-                self._exhausted = output.finished
-                return output
-            if error is not None:
-                self._exhausted = True
-                raise error
-            await self._woken.wait()
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> RequestStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.abort()
-
-    async def aclose(self) -> None:
-        """Ends the request where it stands."""
-        self.abort()
-
-    async def result(self) -> RequestOutput:
-        """Waits for the end and returns the whole output; cancelling the wait aborts."""
-        output = None
-        try:
-            async for output in self:
-                pass
-        finally:
-            self.abort()
-        assert output is not None, "a stream without an error yields at least its last output"
-        return output
-
-    def abort(self) -> None:
-        """Ends the request where it stands; does nothing once it has finished."""
-        if not (self.aborted or self.closed):
-            self.aborted = True
-            self._engine._abort(self)
-
-    # --- engine thread ---
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
-
-    def wake(self) -> None:
-        """To be called in the stream's event loop."""
-        self._woken.set()
-
-    def publish(self) -> bool:
-        """Offers the newest output, unless the last one is still unread; whether to wake."""
-        request = self.handle.request
-        if not (request.finished or (self._streaming and self.handle.has_news)):
-            return False
-        with self._mutex:
-            if self._output is not None:
-                self._behind = True
-                if not request.finished:
-                    return False
-                # Nothing comes after the last output: the unread one is folded into it.
-                self._output = _joined(self._output, self.handle.output())
-            else:
-                self._output = self.handle.output()
-        return True
-
-    def fail(self, error: RequestError) -> None:
-        with self._mutex:
-            self._error = error
-
-
-def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """`second` with the differences of both."""
-    for before, after in zip(first.outputs, second.outputs, strict=True):
-        after.text_diff = before.text_diff + after.text_diff
-        after.token_ids_diff = [*before.token_ids_diff, *after.token_ids_diff]
-    return second
 
 
 class AsyncEngine:
@@ -291,7 +159,7 @@ class AsyncEngine:
         """
         for handle in handles:
             self.engine.check(handle.request)  # reads limits alone, so any thread may
-        streams = [RequestStream(self, handle, streaming) for handle in handles]
+        streams = [self._stream(handle, streaming) for handle in handles]
         with self._mail:
             self._admit(len(streams))
             self._submitted.extend(streams)
@@ -305,13 +173,16 @@ class AsyncEngine:
         Raises:
             ShuttingDownError, EngineDeadError: the engine thread takes nothing any more.
         """
-        stream = RequestStream(self, handle, streaming, added=True)
+        stream = self._stream(handle, streaming, added=True)
         with self._mail:
             self._admit(0)
             self._submitted.append(stream)
             self._num_open += 1
             self._mail.notify()
         return stream
+
+    def _stream(self, handle: Handle, streaming: bool, added: bool = False) -> RequestStream:
+        return RequestStream(handle, streaming, self._abort, self._refresh, added=added)
 
     def poll(self) -> None:
         """Tells readers what is new; for whoever has stepped the engine, and holds the lock."""

@@ -31,7 +31,7 @@ from .model_directory import ModelDirectory
 from .outputs import CompletionOutput, RequestOutput
 from .prompt_input import PromptInput, check_text, is_single, params_for, split_prompt
 from .rank_config import shard_config
-from .runtime import async_engine
+from .runtime import async_engine, request_stream
 from .runtime.build import build_engine, check_limit
 from .runtime.detokenizer import Detokenizer
 from .runtime.devices import Devices, devices_of
@@ -380,7 +380,7 @@ class LLM:
             if handle.finished:
                 self._handles.pop(handle.request.request_id, None)
 
-    def _adopt(self, handle: _Handle, streaming: bool) -> async_engine.RequestStream:
+    def _adopt(self, handle: _Handle, streaming: bool) -> request_stream.RequestStream:
         """Hands a request over to the engine thread, which is started if need be."""
         with self._starting:
             if self._async_engine is None:
@@ -469,7 +469,7 @@ class RequestStream:
     def __init__(self, llm: LLM, group: TextGroup, streaming: bool) -> None:
         self._llm, self._group, self._streaming = llm, group, streaming
         self._done = False
-        self._adopted: list[async_engine.RequestStream] = []
+        self._adopted: list[request_stream.RequestStream] = []
         self._merged: AsyncIterator[RequestOutput] | None = None
 
     def __iter__(self) -> Iterator[RequestOutput]:

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..outputs import RequestOutput
-from ..runtime.async_engine import RequestStream
 from ..runtime.metrics import CONTENT_TYPE
+from ..runtime.request_stream import RequestStream
 from .errors import ApiError
 from .event_stream import ClientGoneError, EventStream, unless_gone
 from .fields import parse_object

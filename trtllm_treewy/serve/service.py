@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..outputs import RequestOutput
-from ..runtime.async_engine import DEFAULT_MAX_QUEUE, AsyncEngine, Handle, RequestStream
+from ..runtime.async_engine import DEFAULT_MAX_QUEUE, AsyncEngine
 from ..runtime.errors import RequestError, TooLongError
 from ..runtime.metrics import Metrics
+from ..runtime.request_stream import Handle, RequestStream
 from ..runtime.sampling import FAULT_REASONS, Fault
 from .errors import ApiError, from_request_error, invalid
 from .fields import expect_text
