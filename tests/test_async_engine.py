@@ -35,7 +35,7 @@ def llm(tmp_path_factory):
 
 @pytest.fixture
 def engine(llm):
-    engine = AsyncEngine(llm._engine, num_slots=SLOTS, max_queue=8, lock=llm._lock)
+    engine = AsyncEngine(llm._engine, num_slots=SLOTS, max_queue=8, lock=llm._driver.lock)
     yield engine
     engine.close()
     assert not llm._engine.has_work
@@ -44,7 +44,7 @@ def engine(llm):
 
 
 def handle(llm, prompt, max_tokens=12):
-    return llm._make_handle(prompt, SamplingParams(max_tokens=max_tokens))
+    return llm._requests.make(prompt, SamplingParams(max_tokens=max_tokens))
 
 
 def solo(llm, prompt, max_tokens=12):
@@ -332,7 +332,7 @@ def test_a_text_that_fails_in_an_llm_fails_alone(llm):
     assert streams[0].result().error == "KeyError: 'no such token'"
     assert streams[0]._group.texts[0].request.finish_reason == "error"
     assert streams[1].result().outputs[0].token_ids == expected[1]
-    assert not llm._handles
+    assert not llm._driver._handles
     assert not llm._engine.has_work
 
 
@@ -421,7 +421,7 @@ def test_an_adopted_request_goes_on(llm, engine):
     """One that was stepped by `LLM` so far."""
     expected = solo(llm, [5, 6], 12)
     late = handle(llm, [5, 6], 12)
-    with llm._lock:
+    with llm._driver.lock:
         llm._engine.add(late.request)
         llm._engine.step()
         llm._engine.step()
@@ -431,7 +431,7 @@ def test_an_adopted_request_goes_on(llm, engine):
 
     assert asyncio.run(main()) == expected
     done = handle(llm, [7], 1)
-    with llm._lock:
+    with llm._driver.lock:
         llm._engine.add(done.request)
         while not done.request.finished:
             llm._engine.step()
@@ -447,7 +447,7 @@ def test_whoever_steps_the_engine_tells_the_readers(llm, engine):
     expected = solo(llm, [5, 6], 12)
 
     async def main():
-        with llm._lock:
+        with llm._driver.lock:
             stream = engine.generate_async(handle(llm, [5, 6], 12))
             engine.poll()
             while engine.num_open:

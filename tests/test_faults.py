@@ -16,7 +16,7 @@ from engine_world import check_nothing_leaked
 from serving import ENGINE, local_server, until
 
 from trtllm_treewy import LLM, SamplingParams
-from trtllm_treewy.llm import _Handle
+from trtllm_treewy.request_handle import RequestHandle
 from trtllm_treewy.runtime.async_engine import MAX_FAILED_STEPS
 from trtllm_treewy.runtime.errors import EngineDeadError, RequestError
 
@@ -59,7 +59,7 @@ class Faults:
         self.into(llm._engine._drafter, "propose", 0.03)
         self.into(llm._engine, "_step", 0.01, MAX_FAILED_STEPS - 1)
         self.into(llm.tokenizer, "decode", 0.005)
-        self.into(_Handle, "output", 0.02)
+        self.into(RequestHandle, "output", 0.02)
 
     @contextmanager
     def thrown_in(self):
@@ -92,8 +92,8 @@ def texts(llm):
 def nothing_is_left(llm, texts):
     yield
     until(lambda: not llm._engine.has_work)
-    with llm._lock:
-        assert not llm._handles
+    with llm._driver.lock:
+        assert not llm._driver._handles
         check_nothing_leaked(llm._engine)
     prompt = PROMPTS[0]
     params = SamplingParams(max_tokens=LONGEST, ignore_eos=True)
@@ -173,8 +173,8 @@ def test_streams_of_an_llm_under_failures(seed, llm, texts, monkeypatch):
         found = within(60, main())
     assert len(ended) == 6
     assert "whole" in found
-    assert llm._async_engine.alive
-    until(lambda: llm._async_engine.num_open == 0)
+    assert llm._driver._async_engine.alive
+    until(lambda: llm._driver._async_engine.num_open == 0)
 
 
 # --- the server ---
@@ -346,11 +346,11 @@ def test_a_stream_that_the_engine_thread_refuses_leaves_nothing(n, shipped_model
         async def main():
             await llm.generate_async("x", SamplingParams(max_tokens=1))
             late = llm.generate_async("x", SamplingParams(max_tokens=40, n=n), streaming=True)
-            llm._async_engine._die(FaultError("the end"))
+            llm._driver._async_engine._die(FaultError("the end"))
             with pytest.raises(EngineDeadError, match="the end"):
                 await anext(late)
             assert not llm._engine.has_work
-            assert not llm._handles
+            assert not llm._driver._handles
 
         within(20, main())
 

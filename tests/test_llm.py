@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import hf_config, write_checkpoint
 
-from trtllm_treewy import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
+from trtllm_treewy import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams, engine_driver
 from trtllm_treewy.batch import PrefillBatch
 from trtllm_treewy.runtime import async_engine, build
 
@@ -860,8 +860,8 @@ def test_two_event_loops_share_one_engine_thread(text_llm, monkeypatch):
             super().__init__(*args, **settings)
             made.append(self)
 
-    monkeypatch.setattr(async_engine, "AsyncEngine", Slow)
-    monkeypatch.setattr(text_llm, "_async_engine", None)
+    monkeypatch.setattr(engine_driver, "AsyncEngine", Slow)
+    monkeypatch.setattr(text_llm._driver, "_async_engine", None)
     params = SamplingParams(max_tokens=4)
     want = text_llm.generate(PROMPT, params).outputs[0].text
 

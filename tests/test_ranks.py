@@ -19,8 +19,7 @@ import torch
 from checkpoints import hf_config, write_checkpoint
 from serving import until
 
-from trtllm_treewy import LLM, SamplingParams
-from trtllm_treewy import llm as llm_module
+from trtllm_treewy import LLM, SamplingParams, weights
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
 from trtllm_treewy.config import ModelConfig
 from trtllm_treewy.export.checkpoint import load_rank
@@ -192,7 +191,7 @@ def test_a_line_that_breaks_first_names_how_the_rank_ended(pair, monkeypatch):
 
 def test_a_rank_that_is_lost_while_nothing_runs(pair):
     """An engine thread without work finds out by itself, so that health turns false."""
-    engine = AsyncEngine(pair._engine, lock=pair._lock, after_step=pair._update_handles)
+    engine = AsyncEngine(pair._engine, lock=pair._driver.lock, after_step=pair._update_handles)
     try:
         (worker,) = pair._engine._executor.process_ids
         time.sleep(2 * async_engine.IDLE_SECONDS)
@@ -242,7 +241,7 @@ def test_each_rank_has_the_device_that_was_named(shipped_model, monkeypatch):
         made.append([str(device) for device in devices])
         raise EngineDeadError("far enough")
 
-    monkeypatch.setattr(llm_module, "RankGroup", group)
+    monkeypatch.setattr(weights, "RankGroup", group)
     for device in ("cuda:0,cuda:5", ["cuda:0", torch.device("cuda:5")], "cuda:4"):
         with pytest.raises(EngineDeadError, match="far enough"):
             LLM(shipped_model, **SETTINGS | {"device": device}, tensor_parallel_size=2)
@@ -256,7 +255,7 @@ def test_a_rank_that_fails_alone_is_told(pair):
     async def read():
         stream = long_request(pair)
         await anext(stream)
-        with pair._lock:
+        with pair._driver.lock:
             call = Call(executor._number, (), Note("verify", ()))
             executor._workers._lines[0].send_bytes(pickle.dumps(call))
         with pytest.raises(EngineDeadError, match="rank 1 failed alone: TypeError: .*verify"):

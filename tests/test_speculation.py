@@ -279,7 +279,7 @@ def test_state_after_speculation_is_the_state_of_the_text(checkpoint, prompts, p
         stream = llm.generate_async(prompt, SamplingParams(max_tokens=60), streaming=True)
         while len(next(stream).outputs[0].token_ids) < 20:
             pass
-        (request,) = (handle.request for handle in llm._handles.values())
+        (request,) = (handle.request for handle in llm._driver._handles.values())
         executor = llm._engine._executor
         state = executor.state.state[:, request.slot].clone()
         conv = executor.state.conv_state[:, request.slot].clone()

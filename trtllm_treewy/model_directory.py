@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,13 @@ import torch
 from .config import ModelConfig
 from .engine_config import ONNX, EngineConfig, devices_text
 from .llmapi import KvCacheConfig, MTPDecodingConfig
-from .runtime.engine_files import check_ranks, executor_maker
+from .rank_config import shard_config
+from .runtime.engine_files import EngineRank, check_ranks, executor_maker
 from .runtime.executor import ExecutorSource
+from .runtime.executor_distributed import RankGroup
 from .runtime.trtllm_engine import TrtllmEngine
 from .runtime.trtllm_engine import executor_maker as trtllm_executor_maker
+from .weights import Weights
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,21 @@ class ModelDirectory:
         return executor_maker(
             self.path, self.built, speculation, cache, dtype, device, graphs=graphs
         )
+
+    def ranks_maker(
+        self, weights: Weights, devices: Sequence[torch.device], *, graphs: bool
+    ) -> Callable[[], RankGroup] | None:
+        """What starts the ranks on several devices; None for one.
+
+        Raises:
+            ValueError: the model cannot be divided over so many.
+        """
+        if len(devices) == 1:
+            return None
+        if self.built is None:
+            return weights.ranks(devices)
+        make = EngineRank(self.path.absolute(), graphs)
+        return partial(RankGroup, shard_config(weights.config, len(devices)), make, devices)
 
     def _refuse(self, name: str, value: Any, only: Any, ranks: int = 1) -> None:
         """Raises ValueError unless a setting has the one value that it can have for an engine."""

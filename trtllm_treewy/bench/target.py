@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..outputs import AcceptanceStats
-from ..runtime.async_engine import AsyncEngine
 from ..runtime.errors import RequestError, describe
 from ..sampling_params import SamplingParams
 from .load import PlannedRequest
@@ -80,13 +79,7 @@ class EngineTarget:
 
     def __init__(self, llm: LLM, num_requests: int) -> None:
         self._llm = llm
-        self._engine = AsyncEngine(
-            llm._engine,
-            max_queue=num_requests,
-            lock=llm._lock,
-            after_step=llm._update_handles,
-            device=llm.device,
-        )
+        self._engine = llm._driver.make_front(max_queue=num_requests)
 
     async def run(self, request: PlannedRequest) -> RequestResult:
         """One request; a failure is part of the result."""
@@ -94,7 +87,7 @@ class EngineTarget:
         result = RequestResult(time.perf_counter())
         prompt: Any = request.prompt
         try:
-            handle = self._llm._make_handle(prompt, params)
+            handle = self._llm._requests.make(prompt, params)
             async with self._engine.generate_async(handle) as stream:
                 async for output in stream:
                     if output.outputs[0].token_ids_diff:

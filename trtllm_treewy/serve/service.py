@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..outputs import RequestOutput
-from ..runtime.async_engine import DEFAULT_MAX_QUEUE, AsyncEngine
+from ..runtime.async_engine import DEFAULT_MAX_QUEUE
 from ..runtime.errors import RequestError, TooLongError
 from ..runtime.metrics import Metrics
 from ..runtime.request_stream import Handle, RequestStream
@@ -61,14 +61,8 @@ class Service:
         limits = llm._engine._executor.limits
         self.max_seq_len = limits.max_seq_len
         self.max_prompt_tokens = settings.max_prompt_tokens or self.max_seq_len - 1
-        self.engine = AsyncEngine(
-            llm._engine,
-            num_slots=limits.max_batch_size,
-            max_queue=settings.max_queue,
-            observer=self.metrics,
-            lock=llm._lock,
-            after_step=llm._update_handles,
-            device=llm.device,
+        self.engine = llm._driver.make_front(
+            num_slots=limits.max_batch_size, max_queue=settings.max_queue, observer=self.metrics
         )
         self.metrics.watch(self.engine)
         # One thread, as a tokenizer may not be used by several at once; not the event loop's own,
@@ -123,7 +117,7 @@ class Service:
             ids = self._tokens(prompt, special)
             for params in request.sampling_params(self.max_seq_len - len(ids)):
                 try:
-                    handle = self.llm._make_handle({"prompt_token_ids": ids}, params)
+                    handle = self.llm._requests.make({"prompt_token_ids": ids}, params)
                 except ValueError as error:
                     raise invalid(None, str(error).removeprefix("SamplingParams: ")) from None
                 for name, value in request.request_settings.items():
