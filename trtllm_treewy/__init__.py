@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine_config import EngineMismatchError
     from .llm import LLM
-    from .llmapi import KvCacheConfig, MTPDecodingConfig
+    from .llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
     from .outputs import AcceptanceStats, CompletionOutput, RequestOutput
     from .sampling_params import SamplingParams
 
