@@ -28,7 +28,7 @@ from trtllm_treewy.config import ModelConfig, read_json, shipped_configs
 from trtllm_treewy.llmapi import STATE_COMMITS
 from trtllm_treewy.memory_plan import plan
 from trtllm_treewy.rank_config import shard_config
-from trtllm_treewy.runtime.build import weight_bytes
+from trtllm_treewy.runtime.engine_memory import weight_bytes
 
 # What tools say of an H200, and what the TreeWY paper says of its B200.
 GPUS = ("H200=139GiB", "B200=178GiB")

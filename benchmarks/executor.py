@@ -43,10 +43,12 @@ from trtllm_treewy.config import ModelConfig, read_json, shipped_configs
 from trtllm_treewy.draft_tree import TreeTopology
 from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
 from trtllm_treewy.model.dummy import dummy_model
-from trtllm_treewy.runtime import build
+from trtllm_treewy.runtime.build import build_engine
 from trtllm_treewy.runtime.commit_policy import POLICIES
 from trtllm_treewy.runtime.device_memory import free_memory
 from trtllm_treewy.runtime.engine import Engine
+from trtllm_treewy.runtime.engine_memory import weight_bytes
+from trtllm_treewy.runtime.engine_settings import EngineSettings
 from trtllm_treewy.runtime.request import Request
 from trtllm_treewy.sampling_params import SamplingParams
 
@@ -166,11 +168,10 @@ def make_engine(
     nodes = speculation.max_nodes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine, _ = build.build_engine(
-            config,
-            lambda: model,
-            speculation,
-            KvCacheConfig(
+        settings = EngineSettings(
+            config=config,
+            speculation=speculation,
+            cache=KvCacheConfig(
                 mamba_ssm_cache_dtype=setting.state_dtype,
                 max_tokens=batch * (longest + 2 * nodes + 64),
                 free_gpu_memory_fraction=1.0,
@@ -181,9 +182,10 @@ def make_engine(
             max_seq_len=longest,
             max_num_tokens=max(8192, 2 * batch * nodes),
             graphs=CudaGraphConfig(batch_sizes=(batch,), max_prompt_tokens=0),
-            # The weights are there already, and what is planned counts them again.
-            free=(free_memory(device) or 0) + build.weight_bytes(config, dtype),
         )
+        # The weights are there already, and what is planned counts them again.
+        free = (free_memory(device) or 0) + weight_bytes(config, dtype)
+        engine, _ = build_engine(settings, lambda: model, free=free)
     return engine
 
 

@@ -15,10 +15,12 @@ from gdn_cases import generator
 
 from trtllm_treewy import LLM, AcceptanceStats, SamplingParams
 from trtllm_treewy.batch import PrefillBatch, TreeBatch
+from trtllm_treewy.engine_driver import EngineDriver
 from trtllm_treewy.export.checkpoint import load_model
 from trtllm_treewy.llmapi import KvCacheConfig, speculation_config_from
 from trtllm_treewy.runtime.acceptance import Acceptance
 from trtllm_treewy.runtime.build import build_engine
+from trtllm_treewy.runtime.engine_settings import EngineSettings
 from trtllm_treewy.runtime.executor import ExecutorLimits, ExecutorSource
 from trtllm_treewy.runtime.executor_network import DrafterCapacity, NetworkExecutor, PoolTypes
 from trtllm_treewy.runtime.executor_torch import TorchExecutor
@@ -116,18 +118,18 @@ def generate(model, prompts, sizes, *, drafts, dtype, device, parts=None):
                 steps=lambda limits: 0,
                 max_batch_size=sizes.batch,
             )
-            llm._engine, _ = build_engine(
-                llm.config,
-                lambda: None,
-                speculation_config_from(speculation),
-                cache,
+            settings = EngineSettings(
+                config=llm.config,
+                speculation=speculation_config_from(speculation),
+                cache=cache,
                 dtype=dtype,
                 device=llm.device,
                 max_batch_size=sizes.batch,
                 max_seq_len=sizes.max_seq_len,
                 max_num_tokens=sizes.max_num_tokens,
-                source=source,
             )
+            llm._engine, _ = build_engine(settings, lambda: None, source=source)
+            llm._driver = EngineDriver(llm._engine, llm.device)
         start = time.perf_counter()
         params = SamplingParams(max_tokens=sizes.new_tokens, ignore_eos=True)
         outputs = llm.generate(prompts, params)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -642,9 +643,9 @@ def captured(monkeypatch):
     made = []
     build = llm.build_engine
 
-    def with_graphs(*args, **options):
+    def with_graphs(settings, *args, **options):
         graphs = CudaGraphConfig(max_prompt_tokens=100)
-        engine, memory = build(*args, **{**options, "graphs": graphs})
+        engine, memory = build(replace(settings, graphs=graphs), *args, **options)
         made.append(engine)
         return engine, memory
 
@@ -725,7 +726,9 @@ def test_no_size_that_can_be_captured_is_told(shipped_model, monkeypatch, config
     build = llm.build_engine
     graphs = cuda_graph_config_from(config)
     monkeypatch.setattr(
-        llm, "build_engine", lambda *args, **more: build(*args, **{**more, "graphs": graphs})
+        llm,
+        "build_engine",
+        lambda settings, *args, **more: build(replace(settings, graphs=graphs), *args, **more),
     )
     with pytest.warns(UserWarning, match="not captured as CUDA graphs.*max_batch_size 8"):
         assert texts_of(shipped_model, None, [SamplingParams(max_tokens=2)] * 4)

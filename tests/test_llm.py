@@ -15,7 +15,7 @@ from checkpoints import hf_config, write_checkpoint
 
 from trtllm_treewy import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams, engine_driver
 from trtllm_treewy.batch import PrefillBatch
-from trtllm_treewy.runtime import async_engine, build
+from trtllm_treewy.runtime import async_engine, engine_memory
 
 TREE = {"draft_tree_widths": [2, 2, 2]}
 
@@ -435,7 +435,7 @@ def test_no_tokenizer(checkpoint):
 
 def test_memory_is_planned_before_it_is_taken(checkpoint, monkeypatch):
     """The error says what to lower and by how much, and no weight is read before (CASE 27)."""
-    monkeypatch.setattr(build, "free_memory", lambda device: 8 << 20)
+    monkeypatch.setattr(engine_memory, "free_memory", lambda device: 8 << 20)
     settings = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
     seen = []
     with pytest.raises(MemoryError, match=r"lower max_batch_size by \d+") as caught:
@@ -450,17 +450,17 @@ def test_memory_is_planned_before_it_is_taken(checkpoint, monkeypatch):
 def test_memory_advice_is_possible(checkpoint, monkeypatch):
     """Where no smaller batch would do, the advice does not ask for one."""
     settings = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
-    monkeypatch.setattr(build, "free_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(engine_memory, "free_memory", lambda device: 1 << 20)
     with pytest.raises(MemoryError, match=r"lower the KV tokens .* by \d+$"):
         LLM(checkpoint, max_batch_size=1, **settings)
-    monkeypatch.setattr(build, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(engine_memory, "free_memory", lambda device: 1000)
     with pytest.raises(MemoryError, match="take a smaller dtype or model"):
         LLM(checkpoint, max_batch_size=1, **settings)
 
 
 def test_kv_cache_shrinks_to_the_memory_there_is(checkpoint, monkeypatch):
     """Fewer blocks than all slots could use: requests wait, and come out right."""
-    monkeypatch.setattr(build, "free_memory", lambda device: 3 << 20)
+    monkeypatch.setattr(engine_memory, "free_memory", lambda device: 3 << 20)
     settings = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
     with LLM(checkpoint, max_batch_size=4, max_seq_len=2048, **settings) as llm:
         assert llm._engine._executor.limits.num_blocks < 4 * 65

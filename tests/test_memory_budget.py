@@ -17,7 +17,9 @@ from trtllm_treewy.llmapi import (
     MTPDecodingConfig,
 )
 from trtllm_treewy.memory_plan import plan
-from trtllm_treewy.runtime import build
+from trtllm_treewy.runtime import build, engine_memory
+from trtllm_treewy.runtime.engine_memory import EngineMemory, step_bytes, weight_bytes
+from trtllm_treewy.runtime.engine_settings import EngineSettings
 from trtllm_treewy.runtime.executor import ExecutorLimits
 from trtllm_treewy.runtime.memory_budget import CHECKPOINTS_PER_SLOT, Demand, divide
 from trtllm_treewy.runtime.sequence_pools import make_kv_cache, make_state_manager
@@ -33,6 +35,19 @@ HEAVY = tiny_config(
 )
 
 
+def make_settings(**changes) -> EngineSettings:
+    settings = {
+        "config": HEAVY,
+        "speculation": MTPDecodingConfig(),
+        "cache": KvCacheConfig(tokens_per_block=8),
+        "dtype": torch.float32,
+        "device": CPU,
+        "max_seq_len": 16,
+        "max_num_tokens": 8192,
+    }
+    return EngineSettings(**settings | changes)
+
+
 def make_demand(policy="reconstruct", **changes) -> Demand:
     sizes = plan(HEAVY, draft_tree_widths=(3, 3, 3), context_length=256, activation_dtype="float32")
     return Demand(**{"plan": sizes, "policy": policy, "weights": 100_000, **changes})
@@ -46,12 +61,19 @@ def test_what_is_planned_is_what_is_allocated(policy, stash, dtype):
     if stash == "inputs" and policy != "reconstruct":
         pytest.skip("no such stash")
     speculation = MTPDecodingConfig(
-        use_dynamic_tree=True, max_draft_len=5, dynamic_tree_max_topK=6, state_commit=policy
+        use_dynamic_tree=True,
+        max_draft_len=5,
+        dynamic_tree_max_topK=6,
+        state_commit=policy,
+        stash=stash,
     )
     cache = KvCacheConfig(tokens_per_block=8, enable_block_reuse=True)
-    sizes = build.plan_sequence(HEAVY, speculation, cache, dtype, 100, stash)
+    settings = make_settings(
+        speculation=speculation, cache=cache, dtype=dtype, max_batch_size=None, max_seq_len=100
+    )
+    sizes = EngineMemory(settings).sequence()
     budget = divide(
-        Demand(sizes, policy, build.weight_bytes(HEAVY, dtype), prefix_cache=True), 20 << 20, ""
+        Demand(sizes, policy, weight_bytes(HEAVY, dtype), prefix_cache=True), 20 << 20, ""
     )
     limits = ExecutorLimits(
         max_batch_size=budget.num_slots,
@@ -70,7 +92,7 @@ def test_what_is_planned_is_what_is_allocated(policy, stash, dtype):
         activation_dtype=dtype,
         state_dtype=torch.float32,
         commit=policy,
-        history=build._history(speculation),
+        history=settings.history,
         stash=stash,
         stash_dtype=torch.float32,
     )
@@ -149,24 +171,21 @@ def test_advice_names_checkpoints_and_steps():
 def build_with(policy: str, memory: int | None):
     speculation = MTPDecodingConfig(draft_tree_widths=(3, 3), state_commit=policy)
     cache = KvCacheConfig(memory_bytes=memory, tokens_per_block=8)
-    return build.build_engine(
-        HEAVY,
-        lambda: tiny_model(config=HEAVY),
-        speculation,
-        cache,
-        dtype=torch.float32,
-        device=CPU,
+    settings = make_settings(
+        speculation=speculation,
+        cache=cache,
         max_batch_size=None,
         max_seq_len=24,
         max_num_tokens=1024,
     )
+    return build.build_engine(settings, lambda: tiny_model(config=HEAVY))
 
 
 def test_reconstruct_admits_what_the_plan_promises_and_more_than_snapshot():
     """Under the same small budget, counted as sequences that run at once."""
     most: dict[str, int] = {}
     promised: dict[str, int] = {}
-    memory = build.weight_bytes(HEAVY, torch.float32) + 2 * MIB
+    memory = weight_bytes(HEAVY, torch.float32) + 2 * MIB
     for policy in STATE_COMMITS:
         engine, report = build_with(policy, memory)
         assert report["total_bytes"] <= memory
@@ -196,7 +215,7 @@ def test_reconstruct_admits_what_the_plan_promises_and_more_than_snapshot():
 
 
 def test_bytes_and_fraction_the_smaller_holds(monkeypatch):
-    monkeypatch.setattr(build, "free_memory", lambda device: 4 << 20)
+    monkeypatch.setattr(engine_memory, "free_memory", lambda device: 4 << 20)
     small, _ = build_with("reconstruct", 1 << 20), None
     whole = build_with("reconstruct", None)
     beyond = build_with("reconstruct", 1 << 40)
@@ -211,15 +230,13 @@ def test_nothing_is_loaded_before_the_plan_holds(monkeypatch):
     monkeypatch.setattr(build, "TorchExecutor", None)
     with pytest.raises(MemoryError):
         build.build_engine(
-            HEAVY,
+            make_settings(
+                cache=KvCacheConfig(memory_bytes=50_000),
+                max_batch_size=64,
+                max_seq_len=64,
+                max_num_tokens=64,
+            ),
             lambda: pytest.fail("weights were loaded"),
-            MTPDecodingConfig(),
-            KvCacheConfig(memory_bytes=50_000),
-            dtype=torch.float32,
-            device=CPU,
-            max_batch_size=64,
-            max_seq_len=64,
-            max_num_tokens=64,
         )
 
 
@@ -227,17 +244,8 @@ def test_a_step_has_a_token_for_every_sequence():
     """As many sequences as fit are no more than that; a number that is asked for is refused."""
 
     def build_for(batch, max_num_tokens, load):
-        return build.build_engine(
-            HEAVY,
-            load,
-            MTPDecodingConfig(),
-            KvCacheConfig(tokens_per_block=8),
-            dtype=torch.float32,
-            device=CPU,
-            max_batch_size=batch,
-            max_seq_len=16,
-            max_num_tokens=max_num_tokens,
-        )
+        settings = make_settings(max_batch_size=batch, max_num_tokens=max_num_tokens)
+        return build.build_engine(settings, load)
 
     _, report = build_for(None, 5, lambda: tiny_model(config=HEAVY))
     assert report["max_batch_size"] == 5
@@ -252,15 +260,8 @@ def test_ranks_are_ended_whatever_fails_behind_their_start():
     )
     with pytest.raises(AttributeError):  # what was started is no executor
         build.build_engine(
-            HEAVY,
+            make_settings(max_batch_size=2, max_num_tokens=16),
             lambda: pytest.fail("the ranks load"),
-            MTPDecodingConfig(),
-            KvCacheConfig(tokens_per_block=8),
-            dtype=torch.float32,
-            device=CPU,
-            max_batch_size=2,
-            max_seq_len=16,
-            max_num_tokens=16,
             make_ranks=lambda: ranks,
         )
     assert ended == [True]
@@ -270,20 +271,28 @@ def test_activations_of_a_step_and_of_graphs_are_in_the_plan():
     """A captured step has memory of its own; a prompt beside it needs `max_num_tokens`' more."""
     batch, nodes, dtype = 16, 13, torch.bfloat16
     speculation = MTPDecodingConfig(draft_tree_widths=(3, 3))
-    cache = KvCacheConfig()
-    sizes = build.plan_sequence(HEAVY, speculation, cache, dtype, 64, "pseudo_values")
 
     def steps(max_num_tokens, graphs=None):
-        given = (speculation, cache, dtype, torch.device("cuda"), batch, max_num_tokens)
-        return build.plan_memory(HEAVY, sizes, *given, free=1 << 34, graphs=graphs).graphs
+        settings = make_settings(
+            speculation=speculation,
+            cache=KvCacheConfig(),
+            dtype=dtype,
+            device=torch.device("cuda"),
+            max_batch_size=batch,
+            max_seq_len=64,
+            max_num_tokens=max_num_tokens,
+            graphs=graphs,
+        )
+        memory = EngineMemory(settings)
+        return memory.divide(memory.sequence(), free=1 << 34).graphs
 
-    prompts = build._step_bytes(HEAVY, dtype, 8192)
+    prompts = step_bytes(HEAVY, dtype, 8192)
     assert prompts >= 8192 * HEAVY.hidden_size * 2
     assert steps(16384) - steps(8192) == prompts
     decoding = CudaGraphConfig(max_prompt_tokens=0)
     captured = steps(8192, decoding) - steps(8192)
     assert speculation.max_nodes == nodes
-    assert captured > build._step_bytes(HEAVY, dtype, batch * nodes)
+    assert captured > step_bytes(HEAVY, dtype, batch * nodes)
     beside = steps(8192, CudaGraphConfig()) - steps(8192, decoding)
-    assert beside > build._step_bytes(HEAVY, dtype, CudaGraphConfig.max_prompt_tokens)
+    assert beside > step_bytes(HEAVY, dtype, CudaGraphConfig.max_prompt_tokens)
     assert steps(100, CudaGraphConfig()) - steps(100, decoding) < beside // 4

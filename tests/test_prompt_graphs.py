@@ -31,9 +31,10 @@ from test_cuda_graphs import TOPOLOGIES, agreeable, graph_engine, random_jobs
 
 from trtllm_treewy.batch import PrefillBatch, carve, packed_bytes, upload_into
 from trtllm_treewy.llmapi import CudaGraphConfig, MTPDecodingConfig
-from trtllm_treewy.runtime.build import make_decoder, make_drafter
+from trtllm_treewy.runtime.build import make_drafter
 from trtllm_treewy.runtime.cuda_graphs import RecordedCalls
 from trtllm_treewy.runtime.drafter import MtpDynamicDrafter, NullDrafter
+from trtllm_treewy.runtime.graph_capture import make_decoder
 from trtllm_treewy.runtime.prompt_buffers import PromptShape, draft_shapes, fit, prompt_shapes
 
 MOE = dict(moe=True, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16)

@@ -28,7 +28,6 @@ from trtllm_treewy.model.collectives import SingleRank
 from trtllm_treewy.model.dummy import dummy_rank
 from trtllm_treewy.rank_config import shard_config
 from trtllm_treewy.runtime import async_engine, rank_worker, rank_workers
-from trtllm_treewy.runtime.async_engine import AsyncEngine
 from trtllm_treewy.runtime.errors import EngineDeadError
 from trtllm_treewy.runtime.executor import ExecutorLimits
 from trtllm_treewy.runtime.executor_distributed import RankGroup
@@ -191,7 +190,7 @@ def test_a_line_that_breaks_first_names_how_the_rank_ended(pair, monkeypatch):
 
 def test_a_rank_that_is_lost_while_nothing_runs(pair):
     """An engine thread without work finds out by itself, so that health turns false."""
-    engine = AsyncEngine(pair._engine, lock=pair._driver.lock, after_step=pair._update_handles)
+    engine = pair._driver.make_front()
     try:
         (worker,) = pair._engine._executor.process_ids
         time.sleep(2 * async_engine.IDLE_SECONDS)

@@ -36,8 +36,10 @@ from .outputs import RequestOutput
 from .prompt_input import PromptInput, is_single, params_for
 from .request_maker import RequestMaker
 from .request_stream import RequestStream
-from .runtime.build import build_engine, check_limit
+from .runtime.build import build_engine
 from .runtime.devices import Devices, devices_of
+from .runtime.engine_settings import EngineSettings, check_limit
+from .runtime.memory_budget import MAX_AUTO_BATCH
 from .runtime.scheduler import BatchWait
 from .runtime.stats import EngineStats
 from .sampling_params import SamplingParams
@@ -73,6 +75,9 @@ class LLM:
             that config.json is all that must be there. For measurements.
         max_batch_size: sequences decoded together; each holds a state slot. None takes as many of
             the longest length as memory allows.
+        max_auto_batch_size: and no more than so many then. Where a known number of prompts is all
+            that will come, it is that number: states and caches for more would be taken for
+            nothing. Without effect beside a `max_batch_size`.
         max_seq_len: tokens of a sequence, prompt and output; by default the smaller of the
             model's limit and 8192.
         max_num_tokens: tokens of one engine step, prompt tokens and tree nodes together. Where both
@@ -112,6 +117,7 @@ class LLM:
         cuda_graph_config: CudaGraphConfig | Mapping[str, Any] | None = DEFAULT_GRAPHS,
         load_format: str = "auto",
         max_batch_size: int | None = 8,
+        max_auto_batch_size: int = MAX_AUTO_BATCH,
         max_seq_len: int | None = None,
         max_num_tokens: int = 8192,
         batch_wait_timeout_iters: int = 0,
@@ -126,7 +132,7 @@ class LLM:
         check_batch_wait(batch_wait_timeout_iters, batch_wait_max_tokens_ratio)
         check_load_format(load_format)
         self.speculation = speculation_config_from(speculative_config)
-        cache_config = kv_cache_config_from(kv_cache_config)
+        cache = kv_cache_config_from(kv_cache_config)
         graphs = cuda_graph_config_from(cuda_graph_config)
         warn_of_law(self.speculation)
         directory = Path(model)
@@ -146,21 +152,23 @@ class LLM:
         if max_seq_len is None:
             max_seq_len = min(found.max_seq_len(config), DEFAULT_MAX_SEQ_LEN)
         max_num_tokens = found.max_num_tokens(max_num_tokens)
-        self._engine, self._memory = build_engine(
-            config,
-            partial(weights.load, self.device),
-            self.speculation,
-            cache_config,
+        settings = EngineSettings(
+            config=config,
+            speculation=self.speculation,
+            cache=cache,
             dtype=resolve_dtype(weights.dtype, config),
             device=self.device,
             max_batch_size=max_batch_size,
+            max_auto_batch_size=max_auto_batch_size,
             max_seq_len=max_seq_len,
             max_num_tokens=max_num_tokens,
-            source=found.source(
-                self.speculation, cache_config, dtype, self.device, graphs=captured
-            ),
-            make_ranks=found.ranks_maker(weights, devices, graphs=captured),
             graphs=graphs if self.device.type == "cuda" else None,
+        )
+        self._engine, self._memory = build_engine(
+            settings,
+            partial(weights.load, self.device),
+            source=found.source(self.speculation, cache, dtype, self.device, graphs=captured),
+            make_ranks=found.ranks_maker(weights, devices, graphs=captured),
             batch_wait=BatchWait(
                 batch_wait_timeout_iters, int(batch_wait_max_tokens_ratio * max_num_tokens)
             ),

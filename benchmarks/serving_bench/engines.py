@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from trtllm_treewy.config import ModelConfig
-from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig, MTPDecodingConfig
-from trtllm_treewy.memory_plan import MemoryPlan
+from trtllm_treewy.llmapi import CudaGraphConfig, KvCacheConfig
 from trtllm_treewy.model import Qwen3_5ForCausalLM
-from trtllm_treewy.runtime import build
-from trtllm_treewy.runtime.commit_policy import choose_stash
+from trtllm_treewy.runtime.build import build_engine
 from trtllm_treewy.runtime.engine import Engine
-from trtllm_treewy.runtime.memory_budget import MemoryBudget
+from trtllm_treewy.runtime.engine_memory import EngineMemory
+from trtllm_treewy.runtime.engine_settings import EngineSettings
 from trtllm_treewy.runtime.scheduler import BatchWait
 
 from . import ucache
@@ -79,17 +78,14 @@ class PlannedSite:
         slots: sequences.
         bound_by_memory: whether memory, and not the number asked for, set them.
         weights, total: bytes of the weights, and of all.
-        speculation, cache, tokens, graphs: its settings.
+        settings: of the engine.
     """
 
     slots: int
     bound_by_memory: bool
     weights: int
     total: int
-    speculation: MTPDecodingConfig
-    cache: KvCacheConfig
-    tokens: int
-    graphs: CudaGraphConfig | None
+    settings: EngineSettings
 
 
 def plan_site(
@@ -110,21 +106,27 @@ def plan_site(
         MemoryError: not even one sequence of the longest length fits beside the weights.
     """
     speculation = site.setting.speculation(ground.laws)
-    cache = KvCacheConfig(
-        mamba_ssm_cache_dtype=ground.state_dtype,  # type: ignore[arg-type]
-        free_gpu_memory_fraction=site.fraction,
-    )
     most = min(ground.most, most or ground.most)
-    tokens = max(MAX_NUM_TOKENS, 2 * most * speculation.max_nodes)
-    graphs = _graphs(ground, batch_sizes, most)
-    fits = _fitting(ground, site, speculation, cache, tokens, graphs)
-    slots = min(most, fits)
-    graphs = _graphs(ground, batch_sizes, slots)
-    sizes = _sequence(ground, site, speculation, cache)
-    budget = _divide(ground, sizes, speculation, cache, tokens, graphs, ground.memory, slots)
-    return PlannedSite(
-        slots, fits < most, budget.weights, budget.total, speculation, cache, tokens, graphs
+    settings = EngineSettings(
+        config=ground.config,
+        speculation=speculation,
+        cache=KvCacheConfig(
+            mamba_ssm_cache_dtype=ground.state_dtype,  # type: ignore[arg-type]
+            free_gpu_memory_fraction=site.fraction,
+        ),
+        dtype=ground.dtype,
+        device=ground.device,
+        max_batch_size=None,
+        max_seq_len=site.workload.max_len,
+        max_num_tokens=max(MAX_NUM_TOKENS, 2 * most * speculation.max_nodes),
+        graphs=_graphs(ground, batch_sizes, most),
     )
+    fits = _fitting(ground, site, settings)
+    slots = min(most, fits)
+    settings = replace(settings, max_batch_size=slots, graphs=_graphs(ground, batch_sizes, slots))
+    memory = EngineMemory(settings)
+    budget = memory.divide(memory.sequence(), free=ground.memory)
+    return PlannedSite(slots, fits < most, budget.weights, budget.total, settings)
 
 
 def build_site(
@@ -139,21 +141,13 @@ def build_site(
     planned = plan_site(ground, site, batch_sizes, most)
     commits: AbstractContextManager[None] = nullcontext()
     if site.setting.policy == ucache.NAME:
-        ucache.check_once(ground.device, planned.speculation.max_nodes)
+        ucache.check_once(ground.device, planned.settings.speculation.max_nodes)
         commits = ucache.in_place_of_deferred()
     with warnings.catch_warnings(), commits:
         warnings.simplefilter("ignore", UserWarning)  # said once for the whole run
-        engine, report = build.build_engine(
-            ground.config,
+        engine, report = build_engine(
+            planned.settings,
             lambda: ground.model,
-            planned.speculation,
-            planned.cache,
-            dtype=ground.dtype,
-            device=ground.device,
-            max_batch_size=planned.slots,
-            max_seq_len=site.workload.max_len,
-            max_num_tokens=planned.tokens,
-            graphs=planned.graphs,
             free=ground.memory,
             batch_wait=BatchWait(ground.batch_wait_iters, MAX_NUM_TOKENS // 2),
         )
@@ -169,68 +163,18 @@ def _graphs(ground: Ground, sizes: Sequence[int], slots: int) -> CudaGraphConfig
     return CudaGraphConfig(batch_sizes=batches, max_prompt_tokens=ground.prompt_tokens)
 
 
-def _fitting(
-    ground: Ground,
-    site: Site,
-    speculation: MTPDecodingConfig,
-    cache: KvCacheConfig,
-    tokens: int,
-    graphs: CudaGraphConfig | None,
-) -> int:
+def _fitting(ground: Ground, site: Site, settings: EngineSettings) -> int:
     """Sequences of the workload's mean length that the memory holds, the longest among them."""
-    workload = site.workload
-    sizes = _sequence(ground, site, speculation, cache)
+    workload, memory = site.workload, EngineMemory(settings)
+    sizes = memory.sequence()
     mean = replace(sizes, context_length=workload.mean_len)
-
-    def slots(memory: int) -> int:
-        budget = _divide(ground, mean, speculation, cache, tokens, graphs, memory, None)
-        return budget.num_slots
-
-    found = slots(ground.memory)
+    found = memory.divide(mean, free=ground.memory).num_slots
     if found * workload.mean_len >= workload.max_len:
         return found
     # So few share the KV cache that the longest one would not fit: room for it is set aside.
     longest = sizes.blocks(workload.max_len) * sizes.kv_block
-    return slots(max(1, ground.memory - int(longest / site.fraction)))
-
-
-def _sequence(
-    ground: Ground, site: Site, speculation: MTPDecodingConfig, cache: KvCacheConfig
-) -> MemoryPlan:
-    """What a sequence of the longest length takes."""
-    return build.plan_sequence(
-        ground.config,
-        speculation,
-        cache,
-        ground.dtype,
-        site.workload.max_len,
-        choose_stash(speculation.stash),
-    )
-
-
-def _divide(
-    ground: Ground,
-    sizes: MemoryPlan,
-    speculation: MTPDecodingConfig,
-    cache: KvCacheConfig,
-    tokens: int,
-    graphs: CudaGraphConfig | None,
-    memory: int,
-    slots: int | None,
-) -> MemoryBudget:
-    """Memory among so many sequences, None for as many as fit."""
-    return build.plan_memory(
-        ground.config,
-        sizes,
-        speculation,
-        cache,
-        ground.dtype,
-        ground.device,
-        slots,
-        tokens,
-        free=memory,
-        graphs=graphs,
-    )
+    room = max(1, ground.memory - int(longest / site.fraction))
+    return memory.divide(mean, free=room).num_slots
 
 
 def memory_by_kind(built: Built, peak_blocks: int, peak_slots: int) -> dict[str, Any]:

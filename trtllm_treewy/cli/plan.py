@@ -58,7 +58,7 @@ def _weight_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of the weights that `config` describes."""
     import torch
 
-    from ..runtime.build import weight_bytes
+    from ..runtime.engine_memory import weight_bytes
 
     return weight_bytes(config, getattr(torch, dtype))
 
