@@ -408,23 +408,42 @@ def test_prompts_from_everywhere(fake_llm, model, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("flags", "gpu", "few", "many"),
+    ("flags", "gpu", "few", "many", "most"),
     [
-        ([], False, 3, 8),
-        ([], True, 3, None),
-        (["--device", "cpu"], True, 3, 8),
-        (["--device", "cuda:1"], False, 3, None),
-        (["--max-batch-size", "auto"], False, 3, None),
-        (["--max-batch-size", "2"], True, 2, 2),
-        (["--max-batch-size", "20"], True, 3, 9),
+        ([], False, 3, 8, None),
+        ([], True, 3, None, 9),
+        (["--device", "cpu"], True, 3, 8, None),
+        (["--device", "cuda:1"], False, 3, None, 9),
+        (["--max-batch-size", "auto"], False, 3, None, 9),
+        (["--max-batch-size", "2"], True, 2, 2, None),
+        (["--max-batch-size", "20"], True, 3, 9, None),
     ],
 )
-def test_as_many_at_once_as_memory_holds(flags, gpu, few, many, fake_llm, model, monkeypatch):
-    """None is what `LLM` takes for it; a few prompts need no more than one place each."""
+def test_as_many_at_once_as_memory_holds(flags, gpu, few, many, most, fake_llm, model, monkeypatch):
+    """None is what `LLM` takes for it; prompts need no more than one place each."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     assert run("generate", model, *["p"] * 3, *flags) == 0
     assert run("generate", model, *["p"] * 9, *flags) == 0
     assert [llm.settings["max_batch_size"] for llm in fake_llm.made] == [few, many]
+    assert [llm.settings.get("max_auto_batch_size") for llm in fake_llm.made] == [None, most]
+
+
+def test_more_prompts_than_an_engine_takes_by_itself(fake_llm, model):
+    assert run("generate", model, *["p"] * 1025, "--max-batch-size", "auto") == 0
+    assert fake_llm.made[0].settings["max_auto_batch_size"] == 1024
+
+
+def test_memory_of_a_run_is_that_of_its_prompts(shipped_model, capsys):
+    """Of nine prompts the states and caches of nine, wherever memory would hold more."""
+    flags = ["--max-tokens", "1", "--max-seq-len", "64", "--device", "cpu", "--json"]
+    memory = []
+    for batch in ("1", "auto"):
+        prompts = ["Once"] * 9
+        assert run("generate", str(shipped_model), *prompts, *flags, "--max-batch-size", batch) == 0
+        memory.append(json.loads(capsys.readouterr().out.splitlines()[0])["memory"])
+    one, nine = memory
+    assert (one["max_batch_size"], nine["max_batch_size"]) == (1, 9)
+    assert nine["kv_blocks"] == 9 * one["kv_blocks"]
 
 
 def test_an_engine_for_the_cpu_runs_there_though_there_is_a_gpu(fake_llm, model, monkeypatch):

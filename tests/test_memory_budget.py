@@ -253,6 +253,26 @@ def test_a_step_has_a_token_for_every_sequence():
         build_for(5, 4, lambda: pytest.fail("weights were loaded"))
 
 
+def test_no_more_sequences_than_will_come():
+    """As many as fit, and no more than that; on a GPU what is captured is counted for so many."""
+    settings = make_settings(max_batch_size=None, max_auto_batch_size=3)
+    _, report = build.build_engine(settings, lambda: tiny_model(config=HEAVY))
+    assert report["max_batch_size"] == 3
+    small = replace(settings, cache=KvCacheConfig(memory_bytes=140_000, tokens_per_block=8))
+    _, report = build.build_engine(small, lambda: tiny_model(config=HEAVY))
+    assert report["max_batch_size"] == 2
+    with pytest.raises(ValueError, match="max_auto_batch_size must be an integer >= 1, got 0"):
+        build.build_engine(replace(settings, max_auto_batch_size=0), lambda: pytest.fail("loaded"))
+
+    def captured(**batch):
+        gpu = make_settings(device=torch.device("cuda"), graphs=CudaGraphConfig(), **batch)
+        memory = EngineMemory(gpu)
+        return memory.divide(memory.sequence(), free=1 << 34).graphs
+
+    auto = captured(max_batch_size=None, max_auto_batch_size=9)
+    assert auto == captured(max_batch_size=9)
+
+
 def test_ranks_are_ended_whatever_fails_behind_their_start():
     ended = []
     ranks = SimpleNamespace(

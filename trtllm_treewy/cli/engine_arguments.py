@@ -59,7 +59,8 @@ def add_engine(parser: argparse.ArgumentParser, *, device: bool = True) -> argpa
         type=batch_size,
         metavar="N",
         help=f"most prompts decoded together, or {AUTO}: as many of the longest length as memory "
-        f"holds (default: {AUTO} on a GPU, {DEFAULT_BATCH_SIZE} on the CPU)",
+        f"holds (default: {AUTO} on a GPU, {DEFAULT_BATCH_SIZE} on the CPU); generate makes room "
+        "for no more than it has",
     )
     engine.add_argument(
         "--max-seq-len",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..llmapi import KvCacheConfig, MTPDecodingConfig
 from .engine_arguments import AUTO, DEFAULT_BATCH_SIZE, graph_settings
@@ -53,7 +53,7 @@ def loaded_llm(
             dtype=args.dtype,
             speculative_config=speculation,
             kv_cache_config=cache,
-            max_batch_size=_batch_size(args, model, num_prompts),
+            **_batch_size(args, model, num_prompts),
             max_seq_len=args.max_seq_len,
             batch_wait_timeout_iters=args.batch_wait_iters,
             batch_wait_max_tokens_ratio=args.batch_wait_max_tokens_ratio,
@@ -69,16 +69,21 @@ def loaded_llm(
         yield llm
 
 
-def _batch_size(args: argparse.Namespace, model: str, num_prompts: int | None) -> int | None:
-    """What `LLM` is told: None takes as many as fit, which few prompts have no use for."""
+def _batch_size(args: argparse.Namespace, model: str, num_prompts: int | None) -> dict[str, Any]:
+    """What `LLM` is told of sequences at once: never more than there are prompts.
+
+    So few that memory is hardly a question are not counted at their longest, as auto does.
+    """
+    from ..runtime.memory_budget import MAX_AUTO_BATCH
+
     given = args.max_batch_size
     if given is None:
         given = AUTO if _on_gpu(args.device, model) else DEFAULT_BATCH_SIZE
-    if given == AUTO:
-        few = num_prompts is not None and num_prompts <= DEFAULT_BATCH_SIZE
-        return num_prompts if few else None
-    most: int = given
-    return most if num_prompts is None else min(num_prompts, most)
+    if num_prompts is None:
+        return {"max_batch_size": None if given == AUTO else given}
+    if given == AUTO and num_prompts > DEFAULT_BATCH_SIZE:
+        return {"max_batch_size": None, "max_auto_batch_size": min(num_prompts, MAX_AUTO_BATCH)}
+    return {"max_batch_size": num_prompts if given == AUTO else min(num_prompts, given)}
 
 
 def _on_gpu(device: str | None, model: str) -> bool:
