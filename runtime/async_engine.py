@@ -24,7 +24,9 @@ from .errors import (
     ShuttingDownError,
     StepFailedError,
     describe,
+    step_failed,
 )
+from .observer import EngineObserver, RequestLife
 from .request import Request
 from .request_stream import Handle, RequestStream
 
@@ -48,20 +50,6 @@ class EngineLike(Protocol):
     def stop(self, request: Request, num_tokens: int, stop_reason: str) -> None: ...
     def fail(self, request: Request, error: str) -> None: ...
     def step(self) -> None: ...
-
-
-class EngineObserver(Protocol):
-    """Who is told of a request's life, in the engine thread; see `metrics.Metrics`."""
-
-    def queued(self, request: Request) -> None: ...
-    def refused(self, reason: str) -> None: ...
-    def started(self, request: Request, queue_seconds: float) -> None: ...
-    def advanced(self, request: Request, num_tokens: int) -> None: ...
-    def first_token(self, request: Request, seconds: float) -> None: ...
-    def finished(
-        self, request: Request, reason: str, seconds: float, per_token: float | None
-    ) -> None: ...
-    def stepped(self, seconds: float, failed: bool) -> None: ...
 
 
 class AsyncEngine:
@@ -98,7 +86,7 @@ class AsyncEngine:
             raise ValueError(f"max_queue must be an integer >= 1, got {max_queue!r}")
         self.engine = engine
         self._max_queue, self._max_open = max_queue, max_queue + num_slots
-        self._observer = observer
+        self._observer = observer or EngineObserver()
         self._engine_lock: AbstractContextManager[Any] = lock or threading.Lock()
         self._after_step = after_step
         self._device = device
@@ -182,7 +170,8 @@ class AsyncEngine:
         return stream
 
     def _stream(self, handle: Handle, streaming: bool, added: bool = False) -> RequestStream:
-        return RequestStream(handle, streaming, self._abort, self._refresh, added=added)
+        life = RequestLife(handle.request, self._observer)
+        return RequestStream(handle, streaming, life, self._abort, self._refresh, added=added)
 
     def poll(self) -> None:
         """Tells readers what is new; for whoever has stepped the engine, and holds the lock."""
@@ -201,8 +190,7 @@ class AsyncEngine:
                 f"{self._max_open} may ({self._max_queue} of them waiting); try again later"
             )
         if error is not None:
-            if self._observer is not None:
-                self._observer.refused(reason)
+            self._observer.refused(reason)
             raise error
 
     def drain(self) -> None:
@@ -287,8 +275,7 @@ class AsyncEngine:
                 self._wake([stream])
                 continue
             self._live[id(stream)] = stream
-            if self._observer is not None:
-                self._observer.queued(stream.handle.request)
+            stream.life.queue()
             try:
                 if not stream.added:
                     self.engine.add(stream.handle.request)
@@ -323,8 +310,7 @@ class AsyncEngine:
         finally:
             if self._after_step is not None:
                 self._after_step()
-        if self._observer is not None:
-            self._observer.stepped(time.monotonic() - began, failed is not None)
+        self._observer.stepped(time.monotonic() - began, failed is not None)
         if failed is None:
             self._failed_steps = 0
             return
@@ -333,11 +319,10 @@ class AsyncEngine:
             self._die(failed)
             return
         # What the engine ended because of the failure is told why; what it kept goes on.
-        told = f"the engine step failed: {describe(failed)}"
         for stream in list(self._live.values()):
             reason = stream.handle.request.finish_reason
             if reason in ("cancelled", "error") and not stream.aborted:
-                self._finish(stream, StepFailedError(told))
+                self._finish(stream, StepFailedError(step_failed(failed)))
                 self._wake([stream])
 
     def _collect(self, began: float) -> list[RequestStream]:
@@ -349,7 +334,7 @@ class AsyncEngine:
             except Exception as error:
                 self._drop(stream, error)
                 continue
-            self._observe(stream, began)
+            stream.life.advance(began)
             if self._publish(stream):
                 woken.append(stream)
             if stream.handle.request.finished:
@@ -360,21 +345,6 @@ class AsyncEngine:
             self._num_running, self._num_waiting = running, len(self._live) - running
         return woken
 
-    def _observe(self, stream: RequestStream, began: float) -> None:
-        request, now = stream.handle.request, time.monotonic()
-        tokens = len(request.output_token_ids)
-        if stream.started_at is None and (request.slot is not None or request.num_prefilled):
-            stream.started_at = began
-            if self._observer is not None:
-                self._observer.started(request, max(0.0, began - stream.submitted_at))
-        if stream.first_token_at is None and tokens:
-            stream.first_token_at = now
-            if self._observer is not None:
-                self._observer.first_token(request, now - stream.submitted_at)
-        if self._observer is not None and tokens > stream.num_tokens:
-            self._observer.advanced(request, tokens - stream.num_tokens)
-        stream.num_tokens = max(stream.num_tokens, tokens)
-
     def _finish(self, stream: RequestStream, error: RequestError | None) -> None:
         if stream.closed:
             return
@@ -384,14 +354,7 @@ class AsyncEngine:
         self._live.pop(id(stream), None)
         with self._mail:
             self._num_open -= 1
-        if self._observer is not None:
-            request, now = stream.handle.request, time.monotonic()
-            per_token = None
-            tokens = len(request.output_token_ids)
-            if stream.first_token_at is not None and tokens > 1 and error is None:
-                per_token = (now - stream.first_token_at) / (tokens - 1)
-            reason = "error" if error is not None else str(request.finish_reason)
-            self._observer.finished(request, reason, now - stream.submitted_at, per_token)
+        stream.life.end(failed=error is not None)
 
     def _die(self, error: BaseException) -> None:
         """Nothing will run any more; everyone who waits is told."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from .errors import EngineDeadError, describe
+from .errors import EngineDeadError, step_failed
 from .request import Request
 from .scheduler import Scheduler
 from .stats import EngineStats
@@ -59,8 +59,3 @@ def batches(
     together = [item for item in items if not request_of(item).isolated]
     alone = [[item] for item in items if request_of(item).isolated]
     return [together, *alone] if together else [*alone]
-
-
-def step_failed(error: Exception) -> str:
-    """What a request is told that ended with `error`."""
-    return f"the engine step failed: {describe(error)}"

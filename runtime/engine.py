@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from .batch_guard import BatchGuard, step_failed
+from .batch_guard import BatchGuard
 from .buckets import Buckets
 from .decision import Sampler
 from .device_decoder import DeviceDecoder
 from .device_steps import DeviceSteps
 from .drafter import Drafter
-from .errors import TooLongError
+from .errors import TooLongError, step_failed
 from .executor import Executor
 from .prefix_cache import PrefixCache
 from .progress import Progress

@@ -11,6 +11,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def step_failed(error: BaseException) -> str:
+    """What a request is told that ended with an error of its step."""
+    return f"the engine step failed: {describe(error)}"
+
+
 class TooLongError(ValueError):
     """Prompt and output together are more than the engine, or its cache, can ever hold."""
 

@@ -17,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from trtllm_treewy.outputs import AcceptanceStats
 
+from .observer import EngineObserver
 from .request import Request
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -53,7 +54,7 @@ _COUNTERS = (
 )
 
 
-class Metrics:
+class Metrics(EngineObserver):
     """Observer of an `AsyncEngine`, and the text of its `/metrics`."""
 
     def __init__(self) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 from trtllm_treewy.outputs import RequestOutput
 
 from .errors import RequestError
+from .observer import RequestLife
 from .request import Request
 
 
@@ -39,6 +39,7 @@ class RequestStream:
     Args:
         handle: the request with its text.
         streaming: see above.
+        life: what an observer is told of it.
         abort: asks the engine to end the request.
         refresh: asks it to publish what came while an output was unread.
         added: the request is in the engine already.
@@ -53,18 +54,15 @@ class RequestStream:
         self,
         handle: Handle,
         streaming: bool,
+        life: RequestLife,
         abort: Callable[[RequestStream], None],
         refresh: Callable[[RequestStream], None],
         *,
         added: bool = False,
     ) -> None:
-        self.handle, self._streaming = handle, streaming
+        self.handle, self._streaming, self.life = handle, streaming, life
         self._abort, self._refresh = abort, refresh
         self.added = added
-        self.submitted_at = time.monotonic()
-        self.started_at: float | None = None
-        self.first_token_at: float | None = None
-        self.num_tokens = 0
         self.aborted = False
         self.closed = False  # the engine thread is done with it
         self._loop = asyncio.get_running_loop()

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from .request_handle import RequestHandle
-from .runtime.async_engine import DEFAULT_MAX_QUEUE, AsyncEngine, EngineObserver
+from .runtime.async_engine import DEFAULT_MAX_QUEUE, AsyncEngine
 from .runtime.engine import Engine
 from .runtime.errors import describe
+from .runtime.observer import EngineObserver
 from .runtime.request_stream import RequestStream
 
 
