@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kCommitThreads, kLong || kHistory ? 4 : blocks
     where.path = path.node;
     int slot;
     if constexpr (!kHistory) {
-        const CommitRow found = read_row(p.commit.tree, p.commit.accepted, row);
+        const CommitRow found = read_row(p.commit.tree, p.commit.accepted, row, &path);
         const bool reports = !kLong && block == 0 && threadIdx.x == 0;
         if (found.action == RowAction::kBad && reports) count_error(p.commit.errors);
         if (found.action != RowAction::kMove) return;

@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kAppendThreads)
     Destination to;
     to.layer = block / p.parts % pool.layers;
     to.row = block / p.parts / pool.layers;
-    const CommitRow row = read_row(tree, p.commit.accepted, to.row);
+    const CommitRow row = read_row(tree, p.commit.accepted, to.row, &path);
     if (row.action != RowAction::kMove) return;
     const int held = p.history.length[row.slot];
     const bool folding = is_folding(p.history, row.slot);
@@ -265,7 +265,8 @@ __device__ __forceinline__ void forget_folds(const treewy_history& history,
 __global__ void __launch_bounds__(kCommitThreads)
     advance_history(const __grid_constant__ AppendParams p) {
     __shared__ PathMemory path;
-    const CommitRow row = read_row(p.commit.tree, p.commit.accepted, static_cast<int>(blockIdx.x));
+    const CommitRow row =
+        read_row(p.commit.tree, p.commit.accepted, static_cast<int>(blockIdx.x), &path);
     if (row.action == RowAction::kBad && threadIdx.x == 0) count_error(p.commit.errors);
     if (row.action != RowAction::kMove) return;
     int32_t* const held = p.history.length + row.slot;

@@ -393,7 +393,7 @@ __global__ void __launch_bounds__(kMaxThreads, !kLong && Tile::kVectorsOfThread 
     work.row = static_cast<int>(blockIdx.x) / p.cut.blocks_of_row;
     work.at = find_item(p.cut, first);
     work.path = path.node;
-    const CommitRow found = read_row(commit.tree, commit.accepted, work.row);
+    const CommitRow found = read_row(commit.tree, commit.accepted, work.row, &path);
     const bool reports = !kLong && block == 0 && threadIdx.x == 0;
     if (found.action == RowAction::kBad && reports) count_error(commit.errors);
     if (found.action != RowAction::kMove) return;

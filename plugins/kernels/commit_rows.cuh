@@ -22,44 +22,42 @@ __device__ __forceinline__ void count_error(int32_t* errors) {
     if (errors != nullptr) atomicAdd(errors, 1);
 }
 
-// A row of the batch, read by all threads of a block at once.
+// A row of the batch.
 struct CommitRow {
     int slot;
     int accepted;
-    int parent;  // of the node of this thread's index
     RowAction action;
 };
 
-__device__ __forceinline__ CommitRow read_row(const treewy_tree& tree, const int32_t* accepted,
-                                              int row) {
-    const int thread = static_cast<int>(threadIdx.x);
-    CommitRow out;
-    out.slot = tree.slot[row];
-    out.accepted = accepted[row];
-    const int num_nodes = tree.num_nodes[row];
-    out.parent = -1;
-    if (thread < tree.max_nodes) {
-        out.parent = tree.parents[static_cast<int64_t>(row) * tree.max_nodes + thread];
-    }
-    out.action = commit_action(out.slot, tree.num_slots, out.accepted, num_nodes, tree.max_nodes);
-    return out;
-}
-
-// Shared memory of find_path. At most TREEWY_MAX_NODES threads look at parents, so that a block
-// must have as many.
+// Shared memory of read_row and find_path. At most TREEWY_MAX_NODES threads look at parents, so
+// that a block must have as many.
 struct PathMemory {
     int32_t parents[TREEWY_MAX_NODES];
     int32_t node[TREEWY_MAX_NODES];  // [i] is the node i steps above the accepted one
     int32_t length;
 };
 
-// The path to the row's accepted node, accepted node first; returns its length, 0 if the parents
-// are not in order. For all threads of a block.
-__device__ __forceinline__ int find_path(const CommitRow& row, PathMemory* path) {
+// For all threads of a block at once. One trip to memory: parents go to shared memory before
+// anything is decided, or their load would come behind what is, as would that of num_nodes.
+__device__ __forceinline__ CommitRow read_row(const treewy_tree& tree, const int32_t* accepted,
+                                              int row, PathMemory* path) {
     const int thread = static_cast<int>(threadIdx.x);
-    if (thread < TREEWY_MAX_NODES) path->parents[thread] = row.parent;
+    const int node = min(thread, tree.max_nodes - 1);
+    const int parent = load_now(tree.parents + static_cast<int64_t>(row) * tree.max_nodes + node);
+    CommitRow out;
+    out.slot = load_now(tree.slot + row);
+    out.accepted = load_now(accepted + row);
+    const int num_nodes = load_now(tree.num_nodes + row);
+    if (thread < TREEWY_MAX_NODES) path->parents[thread] = parent;
+    out.action = commit_action(out.slot, tree.num_slots, out.accepted, num_nodes, tree.max_nodes);
+    return out;
+}
+
+// The path to the row's accepted node, accepted node first; returns its length, 0 if the parents
+// are not in order. For all threads of a block, after read_row.
+__device__ __forceinline__ int find_path(const CommitRow& row, PathMemory* path) {
     __syncthreads();
-    if (thread == 0) path->length = walk_up(path->parents, row.accepted, path->node);
+    if (threadIdx.x == 0) path->length = walk_up(path->parents, row.accepted, path->node);
     __syncthreads();
     return path->length;
 }

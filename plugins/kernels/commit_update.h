@@ -78,7 +78,7 @@ __device__ __forceinline__ int history_to_fold(const UpdateParams& p, int row, i
         const int held = clamp_length(p.history.length[slot], capacity);
         return is_folding(p.history, slot) && is_folded(p, slot, range) ? 0 : held;
     }
-    const CommitRow found = read_row(tree, p.commit.accepted, row);
+    const CommitRow found = read_row(tree, p.commit.accepted, row, path);
     if (found.action != RowAction::kMove) return 0;
     const bool folding = is_folding(p.history, slot);
     const int held = clamp_length(p.history.length[slot], capacity);

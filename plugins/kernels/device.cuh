@@ -118,6 +118,13 @@ __device__ __forceinline__ unsigned char* shared_memory() {
     return static_cast<unsigned char*>(__cvta_shared_to_generic(base));
 }
 
+// A load that begins where it is written, before the branches, copies and waits behind it.
+__device__ __forceinline__ int32_t load_now(const int32_t* from) {
+    int32_t value;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
 // Lets a kernel have `shared` bytes of dynamic shared memory: once and for all the most that the
 // device gives, so that threads that launch it with other sizes do not undo each other's.
 inline treewy_status allow_shared(const char* name, const void* kernel, size_t shared) {

@@ -58,13 +58,6 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
                  : "memory");
 }
 
-// A load that begins where it is written, before the copies and waits behind it.
-__device__ __forceinline__ int32_t load_now(const int32_t* from) {
-    int32_t value;
-    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-    return value;
-}
-
 __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;\n" ::: "memory");
 }

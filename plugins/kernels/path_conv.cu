@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 4) path_conv(const __grid_constant__
     __shared__ PathMemory path_s;
     const int row = static_cast<int>(blockIdx.x) / p.blocks_of_row;
     const int part = static_cast<int>(blockIdx.x) % p.blocks_of_row;
-    const CommitRow to = read_row(p.conv.tree, p.conv.accepted, row);
+    const CommitRow to = read_row(p.conv.tree, p.conv.accepted, row, &path_s);
     if (to.action != RowAction::kMove) return;
     // A path out of order has length 0; the commit counts it.
     const int length = find_path(to, &path_s);

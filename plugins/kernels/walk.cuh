@@ -19,13 +19,16 @@ enum class RowAction { kSkip, kMove, kBad };
 
 // A padded row (slot -1) and a row with nothing accepted are skipped; whatever is out of range is
 // bad and is left alone as well.
+// Without branches: behind one, a kernel would ask for num_nodes only once slot and accepted had come,
+// a trip to memory more.
 TREEWY_HOST_DEVICE RowAction commit_action(int64_t slot, int64_t num_slots, int accepted,
                                            int num_nodes, int max_nodes) {
-    if (slot == -1) return RowAction::kSkip;
-    if (slot < 0 || slot >= num_slots) return RowAction::kBad;
-    if (accepted == -1) return RowAction::kSkip;
     const int bound = num_nodes < max_nodes ? num_nodes : max_nodes;
-    return accepted >= 0 && accepted < bound ? RowAction::kMove : RowAction::kBad;
+    const bool live = static_cast<uint64_t>(slot) < static_cast<uint64_t>(num_slots);
+    const bool inside = static_cast<int64_t>(static_cast<uint32_t>(accepted)) < bound;
+    const RowAction moves = inside && live ? RowAction::kMove : RowAction::kBad;
+    const bool skips = slot == -1 || (accepted == -1 && live);
+    return skips ? RowAction::kSkip : moves;
 }
 
 TREEWY_HOST_DEVICE bool is_live_slot(int64_t slot, int64_t num_slots) {
