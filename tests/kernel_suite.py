@@ -396,7 +396,7 @@ def check_commit_tiles(machine, case, library):
     u, k, g = (machine.put(x) for x in case.stash())
     tree = [machine.put(x) for x in (*case.trees, case.accepted)]
     states = []
-    for tile in range(4):
+    for tile in range(5):
         for items in (0, 1, 3):
             state = machine.put(case.state)
             params = cuda_library.CommitParams(tile=tile, items=items)
@@ -413,8 +413,8 @@ def check_commit_tiles(machine, case, library):
             states.append(state.cpu())
     assert all(same_bits(state, states[0]) for state in states)
     assert not same_bits(states[0], case.state)
-    params.tile = 4
-    with pytest.raises(ValueError, match=r"commit: tile must be in \[0, 3\], got 4"):
+    params.tile = 5
+    with pytest.raises(ValueError, match=r"commit: tile must be in \[0, 4\], got 5"):
         launch(library, "treewy_commit", params)
 
 

@@ -140,12 +140,15 @@ typedef struct treewy_history {
 #define TREEWY_FOLD_ROWS 64
 
 /* How a commit is cut: blocks of 128 threads, and vectors of 16 bytes of the state that a thread
- * holds at once. AUTO is the one to take; the states are the same to the bit. */
+ * holds at once; or whole value heads, whose states stream through shared memory (paths of at most
+ * 16 nodes; longer ones go by VECTORS_4). AUTO is the one to take; the states are the same to the
+ * bit. */
 typedef enum treewy_commit_tile {
     TREEWY_COMMIT_AUTO = 0,
-    TREEWY_COMMIT_VECTORS_4 = 1, /* 8 KiB of state a block */
-    TREEWY_COMMIT_VECTORS_8 = 2, /* 16 KiB */
-    TREEWY_COMMIT_VECTORS_16 = 3 /* 32 KiB */
+    TREEWY_COMMIT_VECTORS_4 = 1,  /* 8 KiB of state a block */
+    TREEWY_COMMIT_VECTORS_8 = 2,  /* 16 KiB */
+    TREEWY_COMMIT_VECTORS_16 = 3, /* 32 KiB */
+    TREEWY_COMMIT_STREAM = 4
 } treewy_commit_tile;
 
 typedef struct treewy_commit_params {

@@ -28,14 +28,12 @@
 // keep the state in registers over several chunks would cost the short paths a third of their
 // blocks.
 
-#include "commit_update.h"
+#include "commit_entries.cuh"
 
 namespace treewy {
 namespace {
 
-// Entries in shared memory at a time: of a path, of a history.
-constexpr int kPathChunk = 16;
-constexpr int kHistoryChunk = 32;
+constexpr int kHistoryChunk = 32;  // entries in shared memory at a time, of a history
 
 template <bool kHistory>
 inline constexpr int kChunk = kHistory ? kHistoryChunk : kPathChunk;
@@ -139,52 +137,6 @@ __device__ __forceinline__ double total_decay(const UpdateParams& p, const Where
     return sum;
 }
 
-// A key in the registers of a warp: quads of columns, lane by lane.
-template <int kQuadsOfLane>
-struct RawKey {
-    static constexpr int kQuads = kQuadsOfLane;
-    RawFour quad[kQuads];
-};
-
-template <typename RawKey>
-__device__ __forceinline__ RawKey load_key(const Entries& e, int back, int key_dim, bool aligned) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int64_t at = e.node(back) * e.k_stride;
-    RawKey key{};
-#pragma unroll
-    for (int i = 0; i < RawKey::kQuads; ++i) {
-        const int q = i * kWarp + lane;
-        if (4 * q < key_dim) {
-            key.quad[i] = load_four(element_at(e.k, e.k_dtype, at + 4 * q), e.k_dtype, aligned);
-        }
-    }
-    return key;
-}
-
-// The key, normalised if it was not, times `scale`, to its staged row.
-template <int kVec, typename RawKey>
-__device__ __forceinline__ void stage_key(const Entries& e, const RawKey& raw, float scale,
-                                          int key_dim, float* row) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    Vec<float, 4> x[RawKey::kQuads];
-    float square = 0.0f;
-#pragma unroll
-    for (int i = 0; i < RawKey::kQuads; ++i) {
-        x[i] = four_as_float(raw.quad[i], e.k_dtype);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) square += x[i].x[c] * x[i].x[c];
-    }
-    if (e.normalize) scale *= rsqrtf(warp_sum(square) + kNormEps);
-#pragma unroll
-    for (int i = 0; i < RawKey::kQuads; ++i) {
-        const int q = i * kWarp + lane;
-        if (4 * q >= key_dim) continue;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) x[i].x[c] *= scale;
-        store_vec<4>(row + staged_quarter<kVec>(q, key_dim), x[i]);
-    }
-}
-
 // A chunk of entries in shared memory, from the one `first` steps before the last upwards: `k_s`
 // scaled by their decays, `u_s`. `later` is the log decay after the chunk; returns that of the
 // chunk. Waits for all threads before it writes, and not after.
@@ -221,7 +173,8 @@ __device__ __forceinline__ double stage_chunk(const UpdateParams& p, const Where
 #pragma unroll
         for (int a = 0; a < kAtOnce; ++a) {
             if (j + a * kWarps >= count) continue;
-            key[a] = load_key<Key>(e, first + j + a * kWarps, key_dim, p.k_aligned);
+            const int64_t at = e.node(first + j + a * kWarps) * e.k_stride;
+            key[a] = load_key<Key>(element_at(e.k, e.k_dtype, at), e.k_dtype, key_dim, p.k_aligned);
         }
     };
     load_quads(thread);
@@ -243,31 +196,12 @@ __device__ __forceinline__ double stage_chunk(const UpdateParams& p, const Where
 #pragma unroll
         for (int a = 0; a < kAtOnce; ++a, j += kWarps) {
             if (a > 0 && j >= count) continue;
-            stage_key<Tile::kVec>(e, key[a], __shfl_sync(kAllLanes, decay, j), key_dim,
-                                  k_s + j * key_dim);
+            stage_key<Tile::kVec>(key[a], e.k_dtype, e.normalize, __shfl_sync(kAllLanes, decay, j),
+                                  key_dim, k_s + j * key_dim);
         }
         load_keys(j);
     }
     return chunk_decay;
-}
-
-// after += the staged entries' u k^T, for some of the thread's rows.
-template <int kCount, typename Tile>
-__device__ __forceinline__ void add_entries(float (&after)[kCount][Tile::kColumns], int count,
-                                            const Tile& tile, int tile_rows, const float* k_s,
-                                            const float* u_s) {
-    constexpr int kUnroll = Tile::kVectorsOfThread == 16 ? 2 : 1;  // what the registers allow
-#pragma unroll kUnroll
-    for (int j = 0; j < count; ++j) {
-        float k[Tile::kColumns];
-        read_staged(k_s + j * tile.key_dim, tile, k);
-        const Vec<float, kCount> u = load_vec<kCount>(u_s + j * tile_rows);
-#pragma unroll
-        for (int r = 0; r < kCount; ++r) {
-#pragma unroll
-            for (int c = 0; c < Tile::kColumns; ++c) after[r][c] = fmaf(u.x[r], k[c], after[r][c]);
-        }
-    }
 }
 
 // Moves an item whose state has been asked for. A path of several chunks is staged once for every
@@ -277,6 +211,7 @@ __device__ __forceinline__ void update_item(const UpdateParams& p, const Tile& t
                                             const Where& where) {
     constexpr int kColumns = Tile::kColumns, kRows = Tile::kRowsOfThread;
     constexpr int kAtOnce = 32 / kColumns < kRows ? 32 / kColumns : kRows;
+    constexpr int kUnroll = Tile::kVectorsOfThread == 16 ? 2 : 1;  // what the registers allow
     float* k_s = reinterpret_cast<float*>(shared_memory());  // [kChunk][K], see staged_quarter
     float* u_s = k_s + kChunk<kHistory> * tile.key_dim;      // [kChunk][tile_rows]
     double total = 0.0;
@@ -300,10 +235,10 @@ __device__ __forceinline__ void update_item(const UpdateParams& p, const Tile& t
                 __syncthreads();
                 const int count = min(kChunk<kHistory>, where.count - first);
                 if (tile.has_rows)
-                    add_entries<kAtOnce>(after, count, tile, p.cut.tile_rows, k_s, u);
+                    add_entries<kAtOnce, kUnroll>(after, count, tile, p.cut.tile_rows, k_s, u);
             }
         } else if (tile.has_rows) {
-            add_entries<kAtOnce>(after, where.count, tile, p.cut.tile_rows, k_s, u);
+            add_entries<kAtOnce, kUnroll>(after, where.count, tile, p.cut.tile_rows, k_s, u);
         }
         tile.template store<kAtOnce>(row, after, 1.0f);
     }
@@ -403,7 +338,7 @@ treewy_status check_tile(const char* name, int32_t tile, int32_t last_tile, int3
 treewy_status check_commit(const char* name, const treewy_commit_params& p) {
     treewy_status status = check_tree(name, p.tree);
     if (status == TREEWY_OK) status = check_state_pool(name, p.state);
-    if (status == TREEWY_OK) status = check_tile(name, p.tile, TREEWY_COMMIT_VECTORS_16, p.items);
+    if (status == TREEWY_OK) status = check_tile(name, p.tile, TREEWY_COMMIT_STREAM, p.items);
     if (status != TREEWY_OK) return status;
     const treewy_stash& stash = p.stash;
     if (stash.u == nullptr || stash.k == nullptr || stash.g == nullptr || p.accepted == nullptr) {
@@ -480,7 +415,13 @@ treewy_status launch_update(const char* name, UpdateParams p, treewy_stream stre
         if (history) kernel = update_states<Tile8, true, false>;
         if (vectors == 4) kernel = update_states<Tile4, false, false>;
         if (vectors == 16) kernel = update_states<Tile16, false, false>;
-        const treewy_status status = run(kernel, vectors);
+        // AUTO too: what is not whole, or a history, goes by vectors.
+        const bool whole = pool.key_dim == 64 || pool.key_dim == 128 || pool.key_dim == 256;
+        const bool streams =
+            whole && !history &&
+            (p.commit.tile == TREEWY_COMMIT_AUTO || p.commit.tile == TREEWY_COMMIT_STREAM);
+        const treewy_status status =
+            streams ? launch_stream(name, p, stream) : run(kernel, vectors);
         const int longest = history ? p.history.capacity : p.commit.tree.max_nodes;
         if (status != TREEWY_OK || longest <= chunk) return status;
         return run(history ? update_states<Tile4, true, true> : update_states<Tile4, false, true>,

@@ -138,6 +138,7 @@ __device__ __forceinline__ uint4 pack(const float* x, float scale) {
 // What a thread holds of an item's state.
 template <typename State, int kLanes, int kVecs, int kRows>
 struct StateTile {
+    using Element = State;
     static constexpr int kVec = kPer16Bytes<State>;
     static constexpr int kColumns = kVecs * kVec;  // of a row that a thread owns
     static constexpr int kMaxKeyDim = kLanes * kColumns;

@@ -9,6 +9,7 @@
 namespace treewy {
 
 constexpr int kCommitThreads = TREEWY_MAX_NODES;  // of a block: see read_row
+constexpr int kPathChunk = 16;                    // entries of a path in shared memory at a time
 
 // Where the entries of an update come from.
 enum class Source : int {
@@ -91,6 +92,9 @@ __device__ __forceinline__ int history_to_fold(const UpdateParams& p, int row, i
 }
 
 treewy_status launch_update(const char* name, UpdateParams params, treewy_stream stream);
+
+// Commits of paths of at most kPathChunk nodes by states that stream (commit_stream.cu).
+treewy_status launch_stream(const char* name, const UpdateParams& params, treewy_stream stream);
 
 // Folds of histories by tensor cores where they can be (commit_fold.cu), or as any update.
 treewy_status launch_fold(const char* name, const UpdateParams& params, treewy_stream stream);

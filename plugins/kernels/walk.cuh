@@ -19,8 +19,7 @@ enum class RowAction { kSkip, kMove, kBad };
 
 // A padded row (slot -1) and a row with nothing accepted are skipped; whatever is out of range is
 // bad and is left alone as well.
-// Without branches: behind one, a kernel would ask for num_nodes only once slot and accepted had come,
-// a trip to memory more.
+// Without branches: behind one, num_nodes would be asked for only once the slot had come.
 TREEWY_HOST_DEVICE RowAction commit_action(int64_t slot, int64_t num_slots, int accepted,
                                            int num_nodes, int max_nodes) {
     const int bound = num_nodes < max_nodes ? num_nodes : max_nodes;
