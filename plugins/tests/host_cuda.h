@@ -162,6 +162,15 @@ inline void let_go(int first, int stop) {
     for (int t = first; t < stop; ++t) machine.fibers[t]->wait = Wait::kNone;
 }
 
+// Behind a barrier of the block too the late warp is late, as if it exchanged something there.
+inline void hold_late() {
+    const int first = 32 * machine.late, stop = std::min(first + 32, machine.threads);
+    for (int t = first; t < stop; ++t) {
+        if (machine.fibers[t]->wait != Wait::kBlock) return;
+    }
+    for (int t = first; t < stop; ++t) machine.fibers[t]->wait = Wait::kWarp;
+}
+
 // Lets go on: every warp whose 32 lanes all wait for one exchange, the block if all of its living
 // threads are at a barrier, those at a named barrier that all have come to. One warp, another in
 // every block, waits until nothing else can go on, so that others get as far ahead of it as they
@@ -202,6 +211,7 @@ inline bool release() {
     }
     if (some_at_barrier && all_at_barrier) {
         any = true;
+        hold_late();
         for (int t = 0; t < machine.threads; ++t) {
             if (machine.fibers[t]->wait == Wait::kBlock) machine.fibers[t]->wait = Wait::kNone;
         }
