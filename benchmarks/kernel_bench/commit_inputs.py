@@ -9,7 +9,7 @@ from trtllm_treewy import cuda_library
 
 from .bench import Bench
 from .cases import Case, Dims
-from .commits import CALLS, NODES, Errors, commit_tile, slots_for
+from .commits import NODES, Errors, calls_for, commit_tile, slots_for
 from .layer import CODES, Layer, new_pool, set_strides
 
 
@@ -60,7 +60,7 @@ def time_commit_inputs(bench: Bench, case: Case) -> float:
     layer = Layer(dims, "chain", NODES, case.batch, pool, stash="none")
     inputs = Inputs(dims, case.batch, slots, bench.device)
     accepted, errors = layer.trees.at_depth(case.nodes), Errors(bench.device)
-    drawn = bench.draw_slots(case.batch, CALLS, slots)
+    drawn = bench.draw_slots(case.batch, calls_for(case.batch), slots)
     calls = []
     for slot in drawn.slot:
         params = inputs.params()
