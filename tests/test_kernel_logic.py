@@ -324,6 +324,26 @@ def test_commit_by_blocks_of_several_items(host, state_dtype):
     suite.check_deferred(host, case, capacity=7, steps=3)
 
 
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+def test_commit_of_states_that_stream(host, host_library, state_dtype):
+    """Blocks of several heads and layers, paths of more nodes than warps, V that pieces do not
+    divide, one multiprocessor, so that blocks have as many heads as they may."""
+    host_library._library.host_cuda_set_multiprocessors(1)
+    try:
+        for index, dims in enumerate(
+            (Dims(1, 3, 128, 72), Dims(2, 4, 64, 40), Dims(1, 2, 256, 200), Dims(1, 2, 128, 128))
+        ):
+            case = TreeCase(
+                index, dims, (16, 6, 9, 24)[index], dtype=(BF16, F16, F32, BF16)[index],
+                state_dtype=state_dtype, shape="chain", layers=3, batch=5, slots=7, pads=1,
+                decay=DECAYS[index % len(DECAYS)],
+            )  # fmt: skip
+            suite.check_commit(host, case, pad=((1, 1, 1), (0, 0, 0))[index % 2])
+            suite.check_commit_tiles(host, case, host_library)
+    finally:
+        host_library._library.host_cuda_set_multiprocessors(132)
+
+
 def test_rows_that_accept_nothing_keep_every_bit(host):
     suite.check_nothing_accepted(host, TreeCase(1, DIMS[0], 7, layers=2))
 
