@@ -112,7 +112,7 @@ inline constexpr size_t kSharedUnasked = 48 * 1024, kMostStatic = 18 * 1024;
 // The block's dynamic shared memory. Its address is kept in a register, from where it comes cheaper
 // than from the special registers that make it.
 __device__ __forceinline__ unsigned char* shared_memory() {
-    extern __shared__ __align__(16) unsigned char treewy_shared[];
+    extern __shared__ __align__(1024) unsigned char treewy_shared[];
     uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(treewy_shared));
     asm volatile("" : "+r"(base));
     return static_cast<unsigned char*>(__cvta_shared_to_generic(base));
@@ -123,6 +123,11 @@ __device__ __forceinline__ int32_t load_now(const int32_t* from) {
     int32_t value;
     asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
     return value;
+}
+
+// Where something lies in shared memory, as instructions name it.
+__device__ __forceinline__ uint32_t shared_address(const void* at) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
 
 // Lets a kernel have `shared` bytes of dynamic shared memory: once and for all the most that the

@@ -281,6 +281,18 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const FragmentA<A>& a,
     }
 }
 
+// The same of the pairs of terms with i + j = order.
+template <typename A, typename B>
+__device__ __forceinline__ void multiply_order(float (&sum)[4], const FragmentA<A>& a,
+                                               const FragmentB<B>& b, int odd, int order) {
+#pragma unroll
+    for (int i = 0; i < Operand<A>::kTerms; ++i) {
+        const int j = order - i;
+        if (j < 0 || j >= Operand<B>::kTerms) continue;
+        mma(sum, a.x[i][0], a.x[i][1], a.x[i][2], a.x[i][3], b.x[j][odd][0], b.x[j][odd][1]);
+    }
+}
+
 // ------------------------------------------------------------------ rows
 
 // How threads share the 16-byte chunks of rows: all chunks of kPerPass rows at a time.

@@ -90,6 +90,7 @@ struct VerifyTypes {
     static constexpr int kNodeBlocks = kOneBlock ? 1 : 0;      // 0: as the layout says
     static constexpr bool kAligned = kNodes != Nodes::kUnaligned;
     static constexpr bool kHistory = !kOneBlock || kShort;
+    static constexpr bool kKeysStay = !kShort;  // in shared memory, a row a node, until the end
     static constexpr int kMaskWords = kOneBlock ? 1 : TREEWY_MAX_NODES / 32;  // at most
     static constexpr int kRowThreads = kWarps * kWarp;
     static constexpr int kHelpers = kOneBlock ? 1 : 2;  // warps that prepare the nodes

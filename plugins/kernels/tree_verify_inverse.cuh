@@ -11,12 +11,9 @@
 // (I - beta k k^T) are contractions, so that no entry of T exceeds 1, nor one of M K^-1/2.
 #pragma once
 
-#include "tree_verify_weights.cuh"
+#include "tree_verify_columns.cuh"
 
 namespace treewy {
-
-// The pair (node block d, node block e before it or itself) in shared memory.
-__device__ __forceinline__ int pair_of(int d, int e) { return d * (d + 1) / 2 + e; }
 
 __device__ __forceinline__ bool is_related(const Shared& shared, int d, int e) {
     return (shared.related[d] >> e) & 1u;
@@ -40,38 +37,27 @@ __device__ __forceinline__ void add_steps(float (&sum)[2][4], const FragmentA<In
     }
 }
 
-// The products of a pair as they come, in the place of its weights.
-template <int kTerms>
-__device__ __forceinline__ void keep_products(const Shared& shared, int pair, int lane,
+// The products of a pair, in the place of its weights.
+template <typename Types>
+__device__ __forceinline__ void keep_products(const Shared& shared, int d, int e, int lane,
                                               const PairProducts& products) {
-    static_assert(kTerms >= 2);
-    float4* place = reinterpret_cast<float4*>(weights_at<kTerms>(shared, pair, 0)) + lane;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float (&x)[4] = products.x[i / 2][i % 2];
-        place[i * kWarp] = make_float4(x[0], x[1], x[2], x[3]);
+        *products_at<Types>(shared, d, e, i, lane) = make_float4(x[0], x[1], x[2], x[3]);
     }
 }
 
-template <int kTerms>
-__device__ __forceinline__ void take_products(const Shared& shared, int pair, int lane,
+template <typename Types>
+__device__ __forceinline__ void take_products(const Shared& shared, int d, int e, int lane,
                                               PairProducts& products) {
-    const float4* place =
-        reinterpret_cast<const float4*>(weights_at<kTerms>(shared, pair, 0)) + lane;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float4 x = place[i * kWarp];
+        const float4 x = *products_at<Types>(shared, d, e, i, lane);
         float (&to)[4] = products.x[i / 2][i % 2];
         to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
     __syncwarp();  // weights take their place
-}
-
-template <int kTerms>
-__device__ __forceinline__ void zero_pair(const Shared& shared, int pair, int lane) {
-    uint4* place = weights_at<kTerms>(shared, pair, 0) + lane;
-#pragma unroll
-    for (int i = 0; i < 2 * kTerms; ++i) place[i * kWarp] = make_uint4(0, 0, 0, 0);
 }
 
 // The products of a pair, and of a node block with itself its norms. By one warp.
@@ -79,26 +65,22 @@ template <typename Types>
 __device__ __forceinline__ void multiply_nodes(const Shared& shared, int d, int e, int lane,
                                                PairProducts& products) {
     using Input = typename Types::Input;
-    constexpr int kRow = Types::kInputRowBytes;
-    const unsigned char* keys = shared.keys + d * kNodeBlock * kRow;
-    const unsigned char* queries = shared.queries + d * kNodeBlock * kRow;
-    const unsigned char* columns = shared.keys + e * kNodeBlock * kRow;
     float sum[2][2][2][4] = {}, square[2][2][4] = {};
 #pragma unroll
     for (int pair = 0; pair < Types::kKeyDim / 32; ++pair) {
         FragmentA<Input> key[2], query[2];
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-            key[odd] = load_a<Input, kRow, 8 * kRow>(keys, 2 * pair + odd, lane);
-            query[odd] = load_a<Input, kRow, 8 * kRow>(queries, 2 * pair + odd, lane);
+            key[odd] = load_node_rows<Types>(shared.keys, d, 2 * pair + odd, lane);
+            query[odd] = load_node_rows<Types>(shared.queries, d, 2 * pair + odd, lane);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const auto b = load_b<Input, kRow>(columns + 8 * half * kRow, pair, lane);
+            const auto b = load_node_columns<Types>(shared.keys, 2 * e + half, pair, lane);
             add_steps(sum[0][half], key, b);
             add_steps(sum[1][half], query, b);
             if (d == e) {
-                const auto own = load_b<Input, kRow>(queries + 8 * half * kRow, pair, lane);
+                const auto own = load_node_columns<Types>(shared.queries, 2 * d + half, pair, lane);
                 add_steps(square[half], query, own);
             }
         }
@@ -123,7 +105,6 @@ __device__ __forceinline__ void multiply_nodes(const Shared& shared, int d, int 
 template <typename Types>
 __device__ __forceinline__ void weigh_pair(const Shared& shared, int d, int e,
                                            PairProducts& products, int lane) {
-    constexpr int kTerms = Types::kWeightTerms;
     const int g = lane / 4, column = e * kNodeBlock + 2 * (lane % 4);
     float (&w)[2][4] = products.x[0];
     float (&c)[2][4] = products.x[1];
@@ -147,15 +128,15 @@ __device__ __forceinline__ void weigh_pair(const Shared& shared, int d, int e,
             c[half][2 * j + 1] = second ? query * high * c[half][2 * j + 1] : 0.0f;
         }
     }
-    uint4* place = weights_at<kTerms>(shared, pair_of(d, e), 0);
+    const PairWeights<Types> solving(shared, d, e, 0), reading(shared, d, e, 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (d == e) {
-            store_own<kTerms>(place, shared.dense + d * 128, w[half], half, lane);
+            solving.store_own(shared.dense + d * 128, w[half], half, lane);
         } else {
-            store_terms<kTerms>(place, w[half], half, 0, lane);
+            solving.store(w[half], half, 0, lane);
         }
-        store_terms<kTerms>(place + kTerms * kWarp, c[half], half, 0, lane);
+        reading.store(c[half], half, 0, lane);
     }
 }
 
@@ -175,25 +156,6 @@ __device__ __forceinline__ void subtract(Tile<1>& from, const Tile<1>& other) {
     for (int i = 0; i < 8; ++i) from.x[0][i / 4][i % 4] -= other.x[0][i / 4][i % 4];
 }
 
-// A tile of columns of node block d (its nodes) and rows of node block e, transposed, in the form
-// of weights of d by e.
-template <int kTerms>
-__device__ __forceinline__ void store_transposed(uint4* place, const Tile<1>& tile, int lane) {
-    const int g = lane / 4, c = lane % 4;
-    uint32_t* words = reinterpret_cast<uint32_t*>(place + 8 * c + g % 4) + g / 4;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            uint32_t terms[kTerms];
-            split(tile.x[0][j][e], tile.x[0][j][2 + e], terms);
-#pragma unroll
-            for (int term = 0; term < kTerms; ++term)
-                words[(term * kWarp + 4 * e) * 4 + 2 * j] = terms[term];
-        }
-    }
-}
-
 // The columns of node block e of T and M, by warp e of those that meet at `barrier`, in place of W
 // and C.
 template <typename Types>
@@ -201,10 +163,7 @@ __device__ __forceinline__ void invert_tree(const Shared& shared, int nodes, int
                                             int barrier) {
     constexpr int kTerms = Types::kWeightTerms, kBlocks = Types::kNodeBlocks;
     constexpr bool kApart = Types::kSumApart;
-    if (e < kBlocks) {
-        const int own = pair_of(e, e);
-        invert<kTerms>(weights_at<kTerms>(shared, own, 0), shared.dense + e * 128, lane);
-    }
+    if (e < kBlocks) PairWeights<Types>(shared, e, e, 0).invert(shared.dense + e * 128, lane);
     sync_at<Types::kGroupThreads>(barrier);
     TileTerms<kTerms, 1> known[kBlocks];
 #pragma unroll
@@ -212,30 +171,31 @@ __device__ __forceinline__ void invert_tree(const Shared& shared, int nodes, int
         const bool mine = d >= e && (d == e || is_related(shared, d, e));
         Tile<1> inverse = d == e ? identity_tile(lane) : zero_tile<1>(), read = zero_tile<1>();
         if (mine) {
+            uint4 words[kTerms];
 #pragma unroll
             for (int f = 0; f < d; ++f) {
                 if (f < e || !is_related(shared, d, f) || (f > e && !is_related(shared, f, e)))
                     continue;
-                const int pair = pair_of(d, f);
-                apply<kApart>(inverse, known[f], weights_at<kTerms>(shared, pair, 0), lane);
-                apply<kApart>(read, known[f], weights_at<kTerms>(shared, pair, 1), lane);
+                PairWeights<Types>(shared, d, f, 0).load(words, lane);
+                apply<kApart>(inverse, known[f], words);
+                PairWeights<Types>(shared, d, f, 1).load(words, lane);
+                apply<kApart>(read, known[f], words);
             }
             const bool two = nodes - d * kNodeBlock > kNodeBlock / 2;
-            const int pair = pair_of(d, d);
-            known[d] =
-                solve_own<kApart, kTerms>(inverse, weights_at<kTerms>(shared, pair, 0), two, lane);
-            apply<kApart>(read, known[d], weights_at<kTerms>(shared, pair, 1), lane);
+            PairWeights<Types>(shared, d, d, 0).load(words, lane);
+            known[d] = solve_own<kApart>(inverse, words, two);
+            PairWeights<Types>(shared, d, d, 1).load(words, lane);
+            apply<kApart>(read, known[d], words);
         }
         sync_at<Types::kGroupThreads>(barrier);  // nobody reads W and C of d any more
         if (!mine) continue;
-        const int pair = pair_of(d, e);
         if (d == e) subtract(inverse, identity_tile(lane));
-        store_transposed<kTerms>(weights_at<kTerms>(shared, pair, 0), inverse, lane);
-        store_transposed<kTerms>(weights_at<kTerms>(shared, pair, 1), read, lane);
+        PairWeights<Types>(shared, d, e, 0).store_transposed(inverse, lane);
+        PairWeights<Types>(shared, d, e, 1).store_transposed(read, lane);
     }
 }
 
-// Pairs of node blocks (d, e) of a tree, e <= d, in the order of pair_of.
+// Pairs of node blocks (d, e) of a tree, e <= d: (0, 0), (1, 0), (1, 1), (2, 0) ..
 struct NodePair {
     int d;
     int e;
@@ -243,7 +203,7 @@ struct NodePair {
 static_assert(kMaxStream <= 3);  // node blocks
 __device__ __forceinline__ NodePair nth_pair(int n) {
     const int d = n < 1 ? 0 : n < 3 ? 1 : 2;
-    return {d, n - pair_of(d, 0)};
+    return {d, n - d * (d + 1) / 2};
 }
 
 }  // namespace treewy

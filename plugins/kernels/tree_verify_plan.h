@@ -20,6 +20,7 @@ inline constexpr int kMaxStream = 3;              // node blocks
 inline constexpr int kPartRowBytes = 128;         // of a row of the state that are copied at a time
 inline constexpr int kStreamRows = 128;           // of V of a block
 inline constexpr int kStreamShared = 227 * 1024;  // bytes of shared memory of its block, at most
+inline constexpr int kEightRows = 1024;           // bytes of 8 nodes' halves of keys in a stage
 inline constexpr int kMaxStages = 3;
 inline constexpr int kMaxPlaces = 8;  // of the ring of parts
 
@@ -201,7 +202,9 @@ inline constexpr VerifyLayout small_layout(const VerifyShape& shape, int rows, i
     return at;
 }
 
-// What a block that takes head after head has: parts of the state, then stages.
+// What a block that takes head after head has: parts of the state, then stages. Keys and queries
+// of a stage come in two panels, a half of their elements each, in rows of 128 bytes: those of 8
+// keys, of the queries of the same nodes, of the next 8 keys.
 struct StreamLayout {
     VerifyLayout stage;  // from the stage's beginning
     int stage_bytes;
@@ -218,8 +221,8 @@ inline constexpr VerifyLayout stage_layout(const VerifyShape& shape) {
     at.mask_words = ceil_blocks(at.node_blocks * kNodeBlock, 32);
     const int rows = at.node_blocks * kNodeBlock * shape.key_dim * shape.input_bytes;
     Places places;
-    at.keys = places.next(rows);
-    at.queries = places.next(rows);
+    at.keys = places.next(2 * rows);  // and queries, by turns of 8 nodes
+    at.queries = at.keys + kEightRows;
     at.values = places.next(at.node_blocks * kNodeBlock * kStreamRows * shape.input_bytes);
     at.weights =
         places.next(group_pairs(at.group, at.node_blocks, 0) * 2 * shape.weight_terms * 512);
@@ -236,7 +239,7 @@ inline constexpr StreamLayout stream_layout(const VerifyShape& shape) {
     constexpr int kPlaceBytes = kStreamRows * kPartRowBytes;
     StreamLayout at{};
     at.stage = stage_layout(shape);
-    at.stage_bytes = ceil_blocks(at.stage.total, 128) * 128;
+    at.stage_bytes = ceil_blocks(at.stage.total, kEightRows) * kEightRows;
     const int parts = shape.key_dim * shape.state_bytes / kPartRowBytes;
     at.stages = kMaxStages;
     if (kStreamShared - kMaxStages * at.stage_bytes < parts * kPlaceBytes) at.stages = 2;

@@ -73,13 +73,13 @@ __device__ __forceinline__ float step_to(const VerifyArgs& args, const Shared& s
     const treewy_tree_verify_params& p = args.params;
     float key[kEach];
     const Input* from = static_cast<const Input*>(p.k) + work.row * p.k_stride[0] +
-                        t * args.k.node + work.key_head * args.k.head;  // weights may lie on keys
+                        t * args.k.node + work.key_head * args.k.head;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const int at = kWarp * i + lane;
-        const float own = Types::kShort
-                              ? as_float(from[at])
-                              : row_element<Input>(shared.keys + t * Types::kInputRowBytes, at, t);
+        const float own =
+            Types::kKeysStay ? row_element<Input>(shared.keys + t * Types::kInputRowBytes, at, t)
+                             : as_float(from[at]);
         key[i] = shared.key_norm[t] * own;
     }
     state.decay(shared.path_sum[t]);

@@ -9,7 +9,7 @@
 
 namespace treewy {
 
-// Starts the copies of `rows` (keys or queries) of all nodes; zeros from node `nodes` on.
+// Starts the copies of keys, or of queries, of all nodes; zeros from node `nodes` on.
 template <typename Types>
 __device__ __forceinline__ void copy_turn_rows(unsigned char* to, const typename Types::Input* from,
                                                int stride, int nodes, int thread) {
@@ -20,8 +20,8 @@ __device__ __forceinline__ void copy_turn_rows(unsigned char* to, const typename
     for (int start = 0; start < kAll; start += Types::kGroupThreads) {
         const int at = start + thread, row = at / kChunks, chunk = at % kChunks;
         if (start + Types::kGroupThreads > kAll && at >= kAll) continue;
-        unsigned char* place =
-            to + row * Types::kInputRowBytes + 16 * swapped_chunk<Input>(chunk, row);
+        unsigned char* place = to + chunk / 8 * kPanelBytes<Types> +
+                               node_row(row) * kSwappedRow + 16 * (chunk % 8 ^ row % 8);
         if (row < nodes) {
             copy_async(place, from + row * stride + chunk * kPer16Bytes<Input>);
         } else {
@@ -99,7 +99,7 @@ template <typename Types>
 __device__ __forceinline__ void couple_turn(const VerifyArgs& args, const Shared& shared,
                                             const VerifyWork& work, const TurnInputs<Types>& inputs,
                                             const GroupPlace& at) {
-    constexpr int kTerms = Types::kWeightTerms, kWorkers = Types::kGroupWarps - 1;
+    constexpr int kWorkers = Types::kGroupWarps - 1;
     const int first = at.warp == 0 ? Types::kPairs : at.warp - 1;
     if (at.warp == 0) {
         arrive_at<Types::kGroupThreads>(kCopiedBarrier + at.group);
@@ -113,7 +113,7 @@ __device__ __forceinline__ void couple_turn(const VerifyArgs& args, const Shared
         const NodePair pair = nth_pair(i);
         PairProducts products;
         multiply_nodes<Types>(shared, pair.d, pair.e, at.lane, products);
-        keep_products<kTerms>(shared, i, at.lane, products);
+        keep_products<Types>(shared, pair.d, pair.e, at.lane, products);
     }
     sync_at<Types::kGroupThreads>(kGroupBarrier + at.group);
     if (at.thread < Types::kNodeBlocks * kNodeBlock) make_factor(shared, at.thread);
@@ -122,10 +122,11 @@ __device__ __forceinline__ void couple_turn(const VerifyArgs& args, const Shared
         const NodePair pair = nth_pair(i);
         if (is_related(shared, pair.d, pair.e)) {
             PairProducts products;
-            take_products<kTerms>(shared, i, at.lane, products);
+            take_products<Types>(shared, pair.d, pair.e, at.lane, products);
             weigh_pair<Types>(shared, pair.d, pair.e, products, at.lane);
         } else {
-            zero_pair<kTerms>(shared, i, at.lane);
+            PairWeights<Types>(shared, pair.d, pair.e, 0).clear(at.lane);
+            PairWeights<Types>(shared, pair.d, pair.e, 1).clear(at.lane);
         }
     }
     sync_at<Types::kGroupThreads>(kGroupBarrier + at.group);
@@ -134,6 +135,7 @@ __device__ __forceinline__ void couple_turn(const VerifyArgs& args, const Shared
 // What a group does: the nodes of every kGroups-th turn.
 template <typename Types>
 __device__ __forceinline__ void prepare_turns(const VerifyArgs& args, const GroupPlace& at) {
+    lower_registers<Types::kGroupRegisters>();
     const int count = count_turns(args), barrier = kGroupBarrier + at.group;
     Turn turn = first_turn(args);
     for (int i = 0; i < at.group; ++i) next_turn(args, turn);
@@ -159,6 +161,7 @@ __device__ __forceinline__ void prepare_turns(const VerifyArgs& args, const Grou
         if (i + Types::kGroups < count) inputs.load(args, work, at.warp, at.lane);
         invert_tree<Types>(shared, nodes, at.warp, at.lane, barrier);
         wait_copies<0>();
+        show_to_products();
         arrive_at<Types::kStageThreads>(kFilledBarrier + stage);
         stage += Types::kGroups;
         if (stage >= Types::kStages) stage -= Types::kStages;

@@ -10,6 +10,18 @@
 
 namespace treewy {
 
+// Operand A of some steps of a part of a warp's rows.
+template <typename State, int kSteps>
+struct StepRows {
+    FragmentA<State> step[kSteps];
+
+    __device__ __forceinline__ void load(const unsigned char* rows, int first, int lane) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i)
+            step[i] = load_a<State, 2 * kPartRowBytes, kPartRowBytes>(rows, first + i, lane);
+    }
+};
+
 // The copies of a warp's rows of the state, as many turns ahead of its work as the ring holds.
 template <typename Types>
 struct StateCopies {
@@ -47,99 +59,122 @@ struct StateCopies {
         }
         commit_copies();
     }
+    // Waits for a part.
+    __device__ __forceinline__ void wait() const {
+        wait_copies<Types::kPlaces - 1>();
+        __syncwarp();  // a warp reads what its own lanes copied
+    }
+    // Has one of a later turn copied to the place of one that has been read.
+    __device__ __forceinline__ void replace(int part, unsigned char* to, int lane) const {
+        __syncwarp();
+        copy(part, to, lane);
+    }
 };
 
-// What a warp has of its rows at all nodes: S_0 K^T, then R; S_0 Q^T, then o.
+// What a lane has of its two rows of V at all nodes: of the nodes 8 j + 2 c + e of block d S_0 k,
+// then U, as x[d][8 j + 2 half + e], and S_0 q, then o, as x[d][8 j + 4 + 2 half + e].
 template <typename Types>
 struct TurnSums {
-    Tile<Types::kTiles> rhs[Types::kNodeBlocks];
-    Tile<Types::kTiles> out[Types::kNodeBlocks];
+    float x[Types::kNodeBlocks][16];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int d = 0; d < Types::kNodeBlocks; ++d) rhs[d] = out[d] = zero_tile<Types::kTiles>();
+        for (int i = 0; i < 16 * Types::kNodeBlocks; ++i) x[i / 16][i % 16] = 0.0f;
+    }
+    // Of the nodes 8 j .. of the tree; `kind` 0 for U, 1 for o.
+    __device__ __forceinline__ float& at(int j, int kind, int i) {
+        return x[j / 2][j % 2 * 8 + 4 * kind + i];
     }
 };
 
-// sums += A B over two steps, of several B: side by side, so that none waits for itself.
-template <bool kApart, typename A, typename B, int kMost>
-__device__ __forceinline__ void multiply_sums(float (*const (&sums)[kMost])[4],
-                                              const FragmentA<A> (&a)[2],
-                                              const FragmentB<B> (&b)[kMost], int count) {
-    constexpr int kTermsA = Operand<A>::kTerms, kTermsB = Operand<B>::kTerms;
-    float part[kMost][4] = {};
+// Columns of products with a node block: keys and queries, or T and M, of its nodes.
+template <typename Types>
+__device__ __forceinline__ constexpr int block_columns(int d) {
+    return 2 * 8 * (2 * d + 1 < Types::kHalves ? 2 : 1);
+}
+
+// The keys and queries of a step.
+template <typename Types>
+__device__ __forceinline__ const unsigned char* step_columns(const Shared& shared, int step) {
+    constexpr int kSteps = kSwappedRow / 32;  // of a panel
+    return shared.keys + step / kSteps * kPanelBytes<Types> + step % kSteps * 32;
+}
+
+// Starts sums += rows [K; Q]^T of a step with all node blocks from kBlock on, by warpgroups.
+template <typename Types, int kBlock = 0>
+__device__ __forceinline__ void start_step(const uint32_t (&rows)[4], const unsigned char* columns,
+                                           TurnSums<Types>& sums) {
+    start_product<block_columns<Types>(kBlock)>(sums.x[kBlock], rows,
+                                                describe<Columns::kSwapped>(columns));
+    if constexpr (kBlock + 1 < Types::kNodeBlocks) {
+        start_step<Types, kBlock + 1>(rows, columns + node_row(kNodeBlock) * kSwappedRow, sums);
+    }
+}
+
+// The same of several steps from `first` on, the small terms of each first.
+template <typename Types, int kSteps>
+__device__ __forceinline__ void start_steps(const Shared& shared,
+                                            const StepRows<typename Types::State, kSteps>& rows,
+                                            int first, TurnSums<Types>& sums) {
+    open_products();
 #pragma unroll
-    for (int order = kMaxOrder; order >= 0; --order) {  // the small first
+    for (int i = 0; i < kSteps; ++i) {
+        const unsigned char* columns = step_columns<Types>(shared, first + i);
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
+        for (int term = Operand<typename Types::State>::kTerms - 1; term >= 0; --term)
+            start_step<Types>(rows.step[i].x[term], columns, sums);
+    }
+    close_products();
+}
+
+// The same by each warp.
+template <typename Types>
+__device__ __forceinline__ void multiply_part(
+    const Shared& shared, const StepRows<typename Types::State, Types::kPartSteps>& rows, int part,
+    int lane, TurnSums<Types>& sums) {
+    using Input = typename Types::Input;
+    constexpr bool kApart = Types::kSumApart;
 #pragma unroll
-            for (int term = 0; term <= order && term < kTermsA; ++term) {
-                if (order - term >= kTermsB) continue;
-                const uint32_t (&x)[4] = a[odd].x[term];
+    for (int pair = 0; pair < Types::kPartSteps / 2; ++pair) {
+        const int both = part * Types::kPartSteps / 2 + pair;
 #pragma unroll
-                for (int i = 0; i < count; ++i) {
-                    const uint32_t (&y)[2] = b[i].x[order - term][odd];
-                    mma(kApart ? part[i] : *sums[i], x[0], x[1], x[2], x[3], y[0], y[1]);
+        for (int j = 0; j < Types::kHalves; ++j) {
+            const FragmentB<Input> b[2] = {load_node_columns<Types>(shared.keys, j, both, lane),
+                                           load_node_columns<Types>(shared.queries, j, both, lane)};
+            float sum[2][4];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = kApart ? 0.0f : sums.at(j, i / 4, i % 4);
+#pragma unroll
+            for (int order = kMaxOrder; order >= 0; --order) {  // the small first
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+#pragma unroll
+                    for (int kind = 0; kind < 2; ++kind)
+                        multiply_order(sum[kind], rows.step[2 * pair + odd], b[kind], odd, order);
                 }
             }
-        }
-    }
-    if constexpr (kApart) {
 #pragma unroll
-        for (int i = 0; i < count; ++i) {
-#pragma unroll
-            for (int at = 0; at < 4; ++at) (*sums[i])[at] += part[i][at];
-        }
-    }
-}
-
-// Adds S_0 [K; Q]^T of a part of a warp's rows.
-template <typename Types>
-__device__ __forceinline__ void multiply_part(const Shared& shared, const unsigned char* rows,
-                                              int part, int lane, TurnSums<Types>& sums) {
-    using Input = typename Types::Input;
-    using State = typename Types::State;
-    constexpr int kInputRow = Types::kInputRowBytes;
-#pragma unroll
-    for (int at = 0; at < Types::kPartPairs; ++at) {
-        const int pair = part * Types::kPartPairs + at;
-        FragmentA<State> a[2];
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            a[odd] = load_a<State, 2 * kPartRowBytes, kPartRowBytes>(rows, 2 * at + odd, lane);
-        }
-#pragma unroll
-        for (int j = 0; j < Types::kHalves; j += 2) {
-            constexpr int kMost = 2;
-            FragmentB<Input> b[2 * kMost];
-            float (*sum[2 * kMost])[4];
-            const int count = j + 1 < Types::kHalves ? 2 : 1;
-#pragma unroll
-            for (int i = 0; i < count; ++i) {
-                const int below = 8 * (j + i) * kInputRow;
-                b[2 * i] = load_b<Input, kInputRow>(shared.keys + below, pair, lane);
-                b[2 * i + 1] = load_b<Input, kInputRow>(shared.queries + below, pair, lane);
-                sum[2 * i] = &sums.rhs[j / 2].x[0][i];
-                sum[2 * i + 1] = &sums.out[j / 2].x[0][i];
+            for (int i = 0; i < 8; ++i) {
+                float& all = sums.at(j, i / 4, i % 4);
+                all = kApart ? all + sum[i / 4][i % 4] : sum[i / 4][i % 4];
             }
-            multiply_sums<Types::kSumApart>(sum, a, b, 2 * count);
         }
     }
 }
 
-// Stores a lane's rows at all nodes of the call, two of each 8.
+// Stores a lane's rows at all nodes of the call, two of each 8; `kind` 0 for U, 1 for o.
 template <typename Types, typename T>
-__device__ __forceinline__ void store_nodes(T* to, int node_stride, int max_nodes, int c,
-                                            const Tile<1> (&tiles)[Types::kNodeBlocks]) {
+__device__ __forceinline__ void store_nodes(T* to, int node_stride, int max_nodes, int c, int kind,
+                                            TurnSums<Types>& sums) {
     T* at = to + 2 * c * node_stride;
 #pragma unroll
     for (int j = 0; j < Types::kHalves; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const float (&x)[4] = tiles[j / 2].x[0][j % 2];
+            const float first = sums.at(j, kind, e), second = sums.at(j, kind, 2 + e);
             if (j + 1 == Types::kHalves && 8 * j + 2 * c + e >= max_nodes) continue;
             store_vec(at + (8 * j + e) * node_stride,
-                      Vec<T, 2>{from_float<T>(x[e]), from_float<T>(x[2 + e])});
+                      Vec<T, 2>{from_float<T>(first), from_float<T>(second)});
         }
     }
 }
@@ -147,52 +182,141 @@ __device__ __forceinline__ void store_nodes(T* to, int node_stride, int max_node
 // Stores o and u of a turn.
 template <typename Types>
 __device__ __forceinline__ void store_turn(const VerifyArgs& args, const VerifyWork& work,
-                                           int first, int lane,
-                                           const Tile<1> (&out)[Types::kNodeBlocks],
-                                           const Tile<1> (&u)[Types::kNodeBlocks]) {
+                                           int first, int lane, TurnSums<Types>& sums) {
     using Input = typename Types::Input;
     const treewy_tree_verify_params& p = args.params;
     const int c = lane % 4, most = p.tree.max_nodes;
     store_nodes<Types>(static_cast<Input*>(p.out) + at_head(p.out_stride[0], args.out, work, first),
-                       args.out.node, most, c, out);
+                       args.out.node, most, c, 1, sums);
     if (p.u == nullptr) return;
     const int64_t at = at_head(p.u_stride[0], args.u, work, first);
     if (p.u_dtype == TREEWY_FLOAT32) {
-        store_nodes<Types>(static_cast<float*>(p.u) + at, args.u.node, most, c, u);
+        store_nodes<Types>(static_cast<float*>(p.u) + at, args.u.node, most, c, 0, sums);
     } else {
-        store_nodes<Types>(static_cast<__nv_bfloat16*>(p.u) + at, args.u.node, most, c, u);
+        store_nodes<Types>(static_cast<__nv_bfloat16*>(p.u) + at, args.u.node, most, c, 0, sums);
     }
 }
 
-// first += T applied to the 16 nodes of `nodes`, second += M, of a pair's weights: side by side.
-// As `apply`.
-template <bool kApart, int kTerms>
-__device__ __forceinline__ void apply_both(Tile<1>& first, Tile<1>& second,
-                                           const TileTerms<kTerms, 1>& nodes, const uint4* weights,
-                                           int lane) {
-    uint4 words[2][kTerms];
+// R = beta (V - S_0 k) from the sums, as terms, and o's part of S_0 in its place. In place of R
+// stays what T - I is added to: R itself, or nothing where float32 counts.
+template <typename Types>
+__device__ __forceinline__ void finish_turn(
+    const Shared& shared, const VerifyWork& work, int warp, int lane, TurnSums<Types>& sums,
+    TileTerms<Types::kWeightTerms, 1> (&rhs)[Types::kNodeBlocks]) {
 #pragma unroll
-    for (int i = 0; i < 2 * kTerms; ++i) words[i / kTerms][i % kTerms] = weights[i * kWarp + lane];
-    Tile<1> sum[2] = {kApart ? zero_tile<1>() : first, kApart ? zero_tile<1>() : second};
+    for (int j = 0; j < Types::kHalves; ++j) {
+        const Values<Types> values(shared.values, j / 2, warp);
 #pragma unroll
-    for (int order = kTerms - 1; order >= 0; --order) {
+        for (int e = 0; e < 2; ++e) {
+            const int t = node_of(j / 2, j % 2, lane % 4, e);
+            const NodeFactors factor = shared.factors[t];
+            const auto v = values.at(j % 2, e, lane);
 #pragma unroll
-        for (int term = 0; term <= order; ++term) {
-            const uint32_t (&a)[4] = nodes.x[term][0];
-#pragma unroll
-            for (int kind = 0; kind < 2; ++kind) {
-                const uint4 b = words[kind][order - term];
-                mma(sum[kind].x[0][0], a[0], a[1], a[2], a[3], b.x, b.y);
-                mma(sum[kind].x[0][1], a[0], a[1], a[2], a[3], b.z, b.w);
+            for (int half = 0; half < 2; ++half) {
+                const float value = t < work.nodes ? as_float(v.x[half]) : 0.0f;
+                float& rhs_of = sums.at(j, 0, 2 * half + e);
+                rhs_of = factor.beta * (value - factor.key * rhs_of);
+                sums.at(j, 1, 2 * half + e) *= factor.query;
             }
         }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint32_t terms[Types::kWeightTerms];
+            split(sums.at(j, 0, 2 * half), sums.at(j, 0, 2 * half + 1), terms);
+#pragma unroll
+            for (int term = 0; term < Types::kWeightTerms; ++term)
+                rhs[j / 2].x[term][0][2 * (j % 2) + half] = terms[term];
+        }
     }
-    if constexpr (kApart) {
-        add(first, sum[0]);
-        add(second, sum[1]);
-    } else {
-        first = sum[0];
-        second = sum[1];
+    if constexpr (Types::kHalves % 2 != 0) {
+#pragma unroll
+        for (int i = 0; i < 2 * Types::kWeightTerms; ++i)
+            rhs[Types::kNodeBlocks - 1].x[i / 2][0][2 + i % 2] = 0;
+    }
+}
+
+// U += R, of which the terms are an exact sum.
+template <typename Types>
+__device__ __forceinline__ void add_terms(
+    const TileTerms<Types::kWeightTerms, 1> (&rhs)[Types::kNodeBlocks], TurnSums<Types>& sums) {
+#pragma unroll
+    for (int i = 0; i < 2 * Types::kHalves; ++i) {
+        const int j = i / 2, half = i % 2;
+        float low = 0.0f, high = 0.0f;
+#pragma unroll
+        for (int term = Types::kWeightTerms - 1; term >= 0; --term) {
+            const uint32_t word = rhs[j / 2].x[term][0][2 * (j % 2) + half];
+            low += low_half(word), high += high_half(word);
+        }
+        sums.at(j, 0, 2 * half) += low;
+        sums.at(j, 0, 2 * half + 1) += high;
+    }
+}
+
+// Starts the products of a term of R with one of T - I and M, of the pairs from (kBlock, kFrom) on,
+// by warpgroups.
+template <typename Types, int kBlock = 0, int kFrom = 0>
+__device__ __forceinline__ void start_apply(
+    const Shared& shared, int term, int plane,
+    const TileTerms<Types::kWeightTerms, 1> (&rhs)[Types::kNodeBlocks], TurnSums<Types>& sums) {
+    const unsigned char* weights = PairWeights<Types>(shared, kBlock, kFrom, 0).at;
+    start_product<block_columns<Types>(kBlock)>(
+        sums.x[kBlock], rhs[kFrom].x[term][0],
+        describe<Columns::kMatrices>(weights + plane * PairWeights<Types>::kPlaneBytes));
+    if constexpr (kBlock + 1 < Types::kNodeBlocks) {
+        start_apply<Types, kBlock + 1, kFrom>(shared, term, plane, rhs, sums);
+    } else if constexpr (kFrom + 1 < Types::kNodeBlocks) {
+        start_apply<Types, kFrom + 1, kFrom + 1>(shared, term, plane, rhs, sums);
+    }
+}
+
+// All of them, the small terms first.
+template <typename Types>
+__device__ __forceinline__ void apply_turn(
+    const Shared& shared, const TileTerms<Types::kWeightTerms, 1> (&rhs)[Types::kNodeBlocks],
+    TurnSums<Types>& sums) {
+    open_products();
+#pragma unroll
+    for (int order = Types::kWeightTerms - 1; order >= 0; --order) {
+#pragma unroll
+        for (int term = 0; term <= order; ++term)
+            start_apply<Types>(shared, term, order - term, rhs, sums);
+    }
+    close_products();
+    wait_products<0>();
+}
+
+// The same by each warp.
+template <typename Types>
+__device__ __forceinline__ void apply_blocks(
+    const Shared& shared, int lane,
+    const TileTerms<Types::kWeightTerms, 1> (&rhs)[Types::kNodeBlocks], TurnSums<Types>& sums) {
+    constexpr int kTerms = Types::kWeightTerms;
+#pragma unroll
+    for (int d = 0; d < Types::kNodeBlocks; ++d) {
+#pragma unroll
+        for (int e = 0; e <= d; ++e) {
+#pragma unroll
+            for (int kind = 0; kind < 2; ++kind) {
+                uint4 words[kTerms];
+                PairWeights<Types>(shared, d, e, kind).load(words, lane);
+                float sum[2][4];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = sums.at(2 * d + i / 4, kind, i % 4);
+#pragma unroll
+                for (int order = kTerms - 1; order >= 0; --order) {
+#pragma unroll
+                    for (int term = 0; term <= order; ++term) {
+                        const uint32_t (&a)[4] = rhs[e].x[term][0];
+                        const uint4 b = words[order - term];
+                        mma(sum[0], a[0], a[1], a[2], a[3], b.x, b.y);
+                        mma(sum[1], a[0], a[1], a[2], a[3], b.z, b.w);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < 8; ++i) sums.at(2 * d + i / 4, kind, i % 4) = sum[i / 4][i % 4];
+            }
+        }
     }
 }
 
@@ -203,27 +327,25 @@ __device__ __forceinline__ void apply_both(Tile<1>& first, Tile<1>& second,
 template <typename Types>
 __device__ __forceinline__ bool read_out(const Shared& shared, const VerifyWork& work, int warp,
                                          int lane, TurnSums<Types>& sums) {
-    constexpr int kTerms = Types::kWeightTerms, kTiles = Types::kTiles;
     constexpr bool kApart = Types::kSumApart;
-    if (work.nodes == 0) {
-        sums.clear();
-        return true;
-    }
-    TileTerms<kTerms, kTiles> rhs[Types::kNodeBlocks];
-    bool finite = true;
+    TileTerms<Types::kWeightTerms, 1> rhs[Types::kNodeBlocks];
+    finish_turn<Types>(shared, work, warp, lane, sums, rhs);
+    if constexpr (kApart) {
 #pragma unroll
-    for (int d = 0; d < Types::kNodeBlocks; ++d) {
-        finish_state<Types>(shared, work, d, lane, Values<Types>(shared.values, d, warp),
-                            sums.rhs[d], sums.out[d]);
-        rhs[d] = split_tile<kTerms>(sums.rhs[d]);
-#pragma unroll
-        for (int e = 0; e <= d; ++e) {
-            apply_both<kApart>(sums.rhs[d], sums.out[d], rhs[e],
-                               weights_at<kTerms>(shared, pair_of(d, e), 0), lane);
-        }
-        finite = finite && is_finite(sums.out[d]);
+        for (int i = 0; i < 4 * Types::kHalves; ++i) sums.at(i / 4, 0, i % 4) = 0.0f;
     }
-    return finite;
+    if (has_warpgroups()) {
+        apply_turn<Types>(shared, rhs, sums);
+    } else {
+        apply_blocks<Types>(shared, lane, rhs, sums);
+    }
+    if constexpr (kApart) add_terms<Types>(rhs, sums);
+    float sum = 0.0f;  // of zeros, unless there is NaN or Inf
+#pragma unroll
+    for (int i = 0; i < 2 * Types::kNodeBlocks; ++i)
+        sum = fmaf(sums.at(i / 2 * 2, 1, i % 2 * 2), 0.0f, sum);
+    if (work.nodes == 0) sums.clear();  // of a state that was not read
+    return sum == 0.0f || work.nodes == 0;
 }
 
 // A turn once more, where something is not finite, and zeros of the padded nodes.
@@ -249,21 +371,45 @@ template <typename Types>
 __device__ __forceinline__ void multiply_turn(const Shared& shared, unsigned char* rows, int lane,
                                               const StateCopies<Types>& copies,
                                               TurnSums<Types>& sums) {
-    sums.clear();
 #pragma unroll 1
     for (int part = 0; part < Types::kParts; ++part) {
-        wait_copies<Types::kPlaces - 1>();
-        __syncwarp();  // a warp reads what its own lanes copied
-        multiply_part<Types>(shared, rows, part, lane, sums);
-        __syncwarp();  // and copies to where it has read
-        copies.copy(part, rows, lane);
+        StepRows<typename Types::State, Types::kPartSteps> own;
+        copies.wait();
+        own.load(rows, 0, lane);
+        multiply_part<Types>(shared, own, part, lane, sums);
+        copies.replace(part, rows, lane);
         rows += Types::kPlaceBytes;
     }
+}
+
+// The same by warpgroups: while some steps are under way the next are read. Tensor cores cut sums
+// off, 2^-24 of them or so a product: of the 24 of a float32 state that is what float32 has.
+template <typename Types>
+__device__ __forceinline__ void start_turn(const Shared& shared, unsigned char* rows, int lane,
+                                           const StateCopies<Types>& copies,
+                                           TurnSums<Types>& sums) {
+    constexpr int kSteps = sizeof(typename Types::State) == 4 ? 1 : Types::kPartSteps;
+#pragma unroll
+    for (int part = 0; part < Types::kParts; ++part) {
+        copies.wait();
+#pragma unroll
+        for (int first = 0; first < Types::kPartSteps; first += kSteps) {
+            const int step = part * Types::kPartSteps + first;
+            if (step >= 2 * kSteps) wait_products<1>();  // whose registers come again
+            StepRows<typename Types::State, kSteps> own;
+            own.load(rows, first, lane);
+            start_steps<Types>(shared, own, step, sums);
+        }
+        copies.replace(part, rows, lane);
+        rows += Types::kPlaceBytes;
+    }
+    wait_products<0>();
 }
 
 // What a warp of the rows does.
 template <typename Types>
 __device__ __forceinline__ void verify_turns(const VerifyArgs& args, int warp, int lane) {
+    raise_registers<Types::kRowRegisters>();
     unsigned char* const ring = shared_memory() + warp * Types::kWarpPartBytes;
     StateCopies<Types> copies;
     copies.start(args);
@@ -279,13 +425,23 @@ __device__ __forceinline__ void verify_turns(const VerifyArgs& args, int warp, i
         const Shared shared = place_stage<Types>(stage);
         sync_at<Types::kStageThreads>(kFilledBarrier + stage);
         TurnSums<Types> sums;
-        multiply_turn<Types>(shared, ring + place * Types::kPlaceBytes, lane, copies, sums);
+        sums.clear();
+        unsigned char* const rows = ring + place * Types::kPlaceBytes;
+        if constexpr (Types::kProducts) {
+            if (has_warpgroups()) {
+                start_turn<Types>(shared, rows, lane, copies, sums);
+            } else {
+                multiply_turn<Types>(shared, rows, lane, copies, sums);
+            }
+        } else {
+            multiply_turn<Types>(shared, rows, lane, copies, sums);
+        }
         place = place + Types::kParts == Types::kPlaces ? 0 : place + Types::kParts;
         VerifyWork work = work_of<Types>(args, turn);
         work.nodes = *shared.nodes;
         const bool finite = read_out<Types>(shared, work, warp, lane, sums);
         store_turn<Types>(args, work, work.first_row + warp * Types::kWarpRows + 2 * (lane / 4),
-                          lane, sums.out, sums.rhs);
+                          lane, sums);
         if (__any_sync(kAllLanes, !finite)) verify_again<Types>(args, stage, turn, warp, lane);
         if (left > Types::kStages) {
             arrive_at<Types::kStageThreads>(read_barrier(stage, next_group));

@@ -51,6 +51,7 @@ struct StreamTypes {
     static constexpr bool kAligned = true;
     static constexpr bool kShort = false;
     static constexpr bool kHistory = false;
+    static constexpr bool kKeysStay = false;
     static constexpr int kMaskWords = ceil_blocks(kNodeBlocks * kNodeBlock, 32);
     static constexpr int kHelpers = 1;  // the warp of a group that follows the paths
     static constexpr int kHelperThreads = kWarp;
@@ -63,10 +64,16 @@ struct StreamTypes {
     static constexpr int kPlaces = kStream.places;
     static constexpr int kPartElements = kPartRowBytes / static_cast<int>(sizeof(State));
     static constexpr int kParts = kKeyDim / kPartElements;  // of a state
-    static constexpr int kPartPairs = kPartElements / 32;   // pairs of steps of a part
+    static constexpr int kPartSteps = kPartElements / 16;   // of a part
     static constexpr int kWarpPartBytes = kWarpRows * kPartRowBytes;
     static constexpr int kPlaceBytes = kWarps * kWarpPartBytes;
     static constexpr int kMinBlocks = 1;
+    // Of a thread, where products are those of warpgroups: as many as a launch has for all.
+    static constexpr int kRowRegisters = 128;
+    static constexpr int kGroupRegisters = 128;
+    static_assert(kRowThreads * kRowRegisters + kGroups * kGroupThreads * kGroupRegisters <=
+                  64 * 1024);
+    static constexpr bool kProducts = std::is_same_v<Input, __nv_bfloat16>;  // of warpgroups
     static_assert(kStages >= kGroups && kGroupWarps >= kNodeBlocks && kPlaces % kParts == 0);
 };
 

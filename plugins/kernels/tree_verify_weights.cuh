@@ -281,14 +281,9 @@ __device__ __forceinline__ void couple_group(const Shared& shared, const Group& 
     }
 }
 
-// (I - W)^-1 - I for W within 8 nodes of a block, `dense`, kHalves at once, to the block's own
-// place. Lane 8 half + j has column j. Products of (I - beta k k^T) are contractions, so that no
-// entry exceeds 1.
-template <int kTerms, int kHalves = 2>
-__device__ __forceinline__ void invert(uint4* place, const float* dense, int lane) {
-    const int half = lane / 8 % kHalves, column = lane % 8;
-    const float* w = dense + half * 64;
-    float x[8];
+// A column of (I - W)^-1 - I for W within 8 nodes of a block. Products of (I - beta k k^T) are
+// contractions, so that no entry exceeds 1.
+__device__ __forceinline__ void invert_column(const float* w, int column, float (&x)[8]) {
 #pragma unroll
     for (int t = 0; t < 8; ++t) {
         const float4 low = *reinterpret_cast<const float4*>(w + 8 * t);
@@ -299,6 +294,14 @@ __device__ __forceinline__ void invert(uint4* place, const float* dense, int lan
         for (int i = 0; i < t; ++i) sum[i % 2] = fmaf(row[i], x[i], sum[i % 2]);
         x[t] = t > column ? sum[0] + sum[1] : 0.0f;
     }
+}
+
+// The same of kHalves at once, `dense`, to the block's own place: lane 8 half + j has column j.
+template <int kTerms, int kHalves = 2>
+__device__ __forceinline__ void invert(uint4* place, const float* dense, int lane) {
+    const int half = lane / 8 % kHalves, column = lane % 8;
+    float x[8];
+    invert_column(dense + half * 64, column, x);
     if (lane >= 8 * kHalves) return;
     // Row 8 half + t, column 8 half + 2 c + e: half e of word 3 half of lane 4 t + c.
     uint32_t* words = reinterpret_cast<uint32_t*>(place) + 3 * half + column / 2 * 4;
@@ -341,13 +344,12 @@ __device__ __forceinline__ void apply_half(Tile<kTiles>& to, int j, const uint32
 // U of a node block from R in `rhs`, by the block's own weights: eight nodes, then the other eight.
 template <bool kApart, int kTerms, int kTiles>
 __device__ __forceinline__ TileTerms<kTerms, kTiles> solve_own(Tile<kTiles>& rhs,
-                                                               const uint4* weights, bool two,
-                                                               int lane) {
+                                                               const uint4 (&words)[kTerms],
+                                                               bool two) {
     uint32_t first[kTerms], across[kTerms], second[kTerms];
 #pragma unroll
     for (int term = 0; term < kTerms; ++term) {
-        const uint4 words = weights[term * kWarp + lane];
-        first[term] = words.x, across[term] = words.z, second[term] = words.w;
+        first[term] = words[term].x, across[term] = words[term].z, second[term] = words[term].w;
     }
     TileTerms<kTerms, kTiles> terms;
     split_half(rhs, 0, terms);
@@ -362,14 +364,27 @@ __device__ __forceinline__ TileTerms<kTerms, kTiles> solve_own(Tile<kTiles>& rhs
     return terms;
 }
 
+// The operands B of a pair, as they lie in shared memory.
+template <int kTerms>
+__device__ __forceinline__ void load_words(uint4 (&words)[kTerms], const uint4* weights, int lane) {
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) words[term] = weights[term * kWarp + lane];
+}
+
+template <bool kApart, int kTerms, int kTiles>
+__device__ __forceinline__ TileTerms<kTerms, kTiles> solve_own(Tile<kTiles>& rhs,
+                                                               const uint4* weights, bool two,
+                                                               int lane) {
+    uint4 words[kTerms];
+    load_words(words, weights, lane);
+    return solve_own<kApart>(rhs, words, two);
+}
+
 // to += (weights applied to the 16 nodes of `nodes`), the small terms first. Tensor cores cut sums
 // off: where float32 counts (kApart) the product is summed apart.
-template <bool kApart, int kTerms, int kTiles, int kWeightTerms = kTerms>
+template <bool kApart, int kTerms, int kTiles, int kWeightTerms>
 __device__ __forceinline__ void apply(Tile<kTiles>& to, const TileTerms<kTerms, kTiles>& nodes,
-                                      const uint4* weights, int lane) {
-    uint4 words[kWeightTerms];
-#pragma unroll
-    for (int term = 0; term < kWeightTerms; ++term) words[term] = weights[term * kWarp + lane];
+                                      const uint4 (&words)[kWeightTerms]) {
     Tile<kTiles> sum = kApart ? zero_tile<kTiles>() : to;
 #pragma unroll
     for (int order = kWeightTerms - 1; order >= 0; --order) {
@@ -389,6 +404,14 @@ __device__ __forceinline__ void apply(Tile<kTiles>& to, const TileTerms<kTerms, 
     } else {
         to = sum;
     }
+}
+
+template <bool kApart, int kTerms, int kTiles, int kWeightTerms = kTerms>
+__device__ __forceinline__ void apply(Tile<kTiles>& to, const TileTerms<kTerms, kTiles>& nodes,
+                                      const uint4* weights, int lane) {
+    uint4 words[kWeightTerms];
+    load_words(words, weights, lane);
+    apply<kApart>(to, nodes, words);
 }
 
 }  // namespace treewy

@@ -102,6 +102,7 @@ struct Machine {
     uint32_t operands[2][kMaxThreads][6];
     bool vote[2] = {false, false};
     unsigned char* shared = nullptr;
+    bool warpgroups = false;  // whether the GPU of this launch has their products
     uint64_t random = 0x9e3779b97f4a7c15u;
 };
 
@@ -535,6 +536,44 @@ inline void mma_half(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
     host_cuda::mma(sum, {a0, a1, 0, 0, b0, 0});
 }
 
+inline uint32_t shared_address(const void* at) {
+    return static_cast<uint32_t>(static_cast<const unsigned char*>(at) - shared_memory());
+}
+inline void open_products() {}
+inline void close_products() {}
+template <int kLater>
+void wait_products() {}
+inline void show_to_products() {}
+template <int kCount>
+void lower_registers() {}
+template <int kCount>
+void raise_registers() {}
+
+// The 4 bytes at `word` of 16-byte chunk `chunk` (of two) of column `column` that a descriptor says.
+inline uint32_t described_word(uint64_t columns, int column, int chunk, int word) {
+    const uint32_t start = static_cast<uint32_t>(columns & 0x3fff) << 4;
+    const uint32_t across = static_cast<uint32_t>(columns >> 16 & 0x3fff) << 4;
+    const uint32_t down = static_cast<uint32_t>(columns >> 32 & 0x3fff) << 4;
+    const bool swapped = columns >> 62 == 1;
+    const uint32_t row = column % 8 * (swapped ? 128 : 16), below = column / 8 * down;
+    uint32_t at = start + below + row + chunk * (swapped ? 16 : across);
+    if (swapped) at ^= (at >> 7 & 7) << 4;
+    uint32_t value;
+    std::memcpy(&value, shared_memory() + at + 4 * word, 4);
+    return value;
+}
+// Of each warp by itself, and at once.
+template <int kCount, int kSums>
+void start_product(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b) {
+    static_assert(kCount / 2 <= kSums);
+    const int g = host_cuda::lane() / 4, c = host_cuda::lane() % 4;
+    for (int j = 0; j < kCount / 8; ++j) {
+        float (&sum)[4] = *reinterpret_cast<float (*)[4]>(d + 4 * j);
+        host_cuda::mma(sum, {a[0], a[1], a[2], a[3], described_word(b, 8 * j + g, 0, c),
+                             described_word(b, 8 * j + g, 1, c)});
+    }
+}
+
 template <typename Params>
 treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid, int threads,
                      size_t shared, treewy_stream, const Params& params,
@@ -548,6 +587,7 @@ treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid,
     }
     Dl_info found{};
     const bool named = dladdr(reinterpret_cast<const void*>(kernel), &found) != 0;
+    host_cuda::machine.warpgroups = host_cuda::next_random() % 2 == 0;
     host_cuda::last_kernel = named && found.dli_sname != nullptr ? found.dli_sname : "";
     host_cuda::machine.blocks_x = static_cast<unsigned>(grid.x);
     host_cuda::run_grid(grid.x * grid.y, threads, shared, [&] { kernel(params); });
