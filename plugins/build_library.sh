@@ -30,7 +30,9 @@ target_flags() {
     for arch in "${archs[@]}"; do
         [[ "$arch" =~ ^[0-9]+[af]?$ ]] ||
             die "TREEWY_CUDA_ARCHS: $arch is not an architecture such as 90"
-        echo "--generate-code=arch=compute_$arch,code=sm_$arch"
+        # The products of warpgroups are in code for 90a alone, which is all that a GPU of 9.0 runs.
+        [ "$arch" = 90 ] && echo "--generate-code=arch=compute_90a,code=sm_90a" ||
+            echo "--generate-code=arch=compute_$arch,code=sm_$arch"
         last="$arch"
     done
     # PTX, which the driver compiles on GPUs that came later; an "a" or "f" architecture has none.

@@ -132,12 +132,17 @@ def test_verify_of_the_largest_tree(host):
     suite.check_no_worse_than_recurrence(host, case)
 
 
-@pytest.fixture
-def few_multiprocessors(host_library):
-    """So few that the blocks of a kernel whose blocks stay have several turns each."""
+@pytest.fixture(params=[True, False], ids=["warpgroups", "warps"])
+def few_multiprocessors(host_library, request):
+    """So few that the blocks of a kernel whose blocks stay have several turns each.
+
+    Their products are those of warpgroups (GPUs of 9.0), or of warps (all others).
+    """
     host_library._library.host_cuda_set_multiprocessors(2)
+    host_library._library.host_cuda_set_warpgroups(request.param)
     yield
     host_library._library.host_cuda_set_multiprocessors(132)
+    host_library._library.host_cuda_set_warpgroups(True)
 
 
 @pytest.mark.parametrize("index", range(6))
@@ -204,6 +209,22 @@ def test_blocks_that_take_head_after_head_keep_to_what_a_row_may_hold(
         assert "stream" in kernel_name(host_library)
         if state_dtype == BF16:
             suite.check_verify_stashes(host, case)
+
+
+@pytest.mark.parametrize(("nodes", "state_dtype"), [(56, F32), (61, BF16)], ids=str)
+def test_verify_of_larger_trees_by_blocks_that_stay(host, host_library, nodes, state_dtype):
+    """49 to 64 nodes, where products are those of warpgroups."""
+    host_library._library.host_cuda_set_multiprocessors(2)
+    case = TreeCase(
+        nodes, Dims(1, 2, 128, 128), nodes, dtype=BF16, state_dtype=state_dtype, batch=4, slots=6
+    )
+    try:
+        with suite.verify_tile(host_library, 2):
+            suite.check_verify(host, case)
+            assert "stream" in kernel_name(host_library)
+            suite.check_verify_poison(host, case, float("nan"))
+    finally:
+        host_library._library.host_cuda_set_multiprocessors(132)
 
 
 @pytest.mark.parametrize("state_dtype", [F32, BF16], ids=str)

@@ -105,12 +105,16 @@ def stream(nodes, *, state_bytes=4, input_bytes=2, history=0, key_dim=128, value
 def test_which_trees_are_for_blocks_that_stay(ask):
     taken = [stream(17), stream(48), stream(48, value_dim=256)]
     taken += [stream(17, state_bytes=2), stream(48, state_bytes=2)]
-    left = [stream(16), stream(49), stream(40, input_bytes=4), stream(40, history=8)]
-    left += [stream(40, key_dim=64), stream(40, value_dim=64)]
-    answers = ask(*(f"streams(VerifyShape{x}, {H200_BLOCK})" for x in (*taken, *left)))
-    assert answers == [1] * len(taken) + [0] * len(left)
+    more = [stream(49), stream(56), stream(49, state_bytes=2), stream(64, state_bytes=2)]
+    left = [stream(16), stream(65, state_bytes=2), stream(40, input_bytes=4)]
+    left += [stream(40, history=8), stream(40, key_dim=64), stream(40, value_dim=64)]
+    left += [stream(64)]  # no room for a float32 state
+    for warpgroups in (0, 1):
+        shapes = (*taken, *more, *left)
+        answers = ask(*(f"streams(VerifyShape{x}, {H200_BLOCK}, {warpgroups})" for x in shapes))
+        assert answers == [1] * len(taken) + [warpgroups] * len(more) + [0] * len(left)
     small = 101376  # of a block of sm_89
-    assert not any(ask(*(f"streams(VerifyShape{x}, {small})" for x in taken)))
+    assert not any(ask(*(f"streams(VerifyShape{x}, {small}, false)" for x in taken)))
 
 
 def test_blocks_stay_where_each_has_some_heads(ask):
@@ -122,7 +126,7 @@ def test_blocks_stay_where_each_has_some_heads(ask):
 
 
 @pytest.mark.parametrize("state_bytes", [2, 4])
-@pytest.mark.parametrize("nodes", [17, 32, 33, 48])
+@pytest.mark.parametrize("nodes", [17, 32, 33, 48, 56])
 def test_the_memory_of_blocks_that_stay(ask, nodes, state_bytes):
     """Places for whole states, a stage for either group at least, and no more than a block has."""
     shape = f"VerifyShape{stream(nodes, state_bytes=state_bytes)}"

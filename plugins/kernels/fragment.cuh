@@ -58,6 +58,13 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
                  : "memory");
 }
 
+// The same, or zeros where it is not `real`.
+__device__ __forceinline__ void copy_async_or_zero(void* shared, const void* global, bool real) {
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(global),
+                 "r"(real ? 16 : 0)
+                 : "memory");
+}
 __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;\n" ::: "memory");
 }

@@ -178,6 +178,7 @@ treewy_status check(const treewy_tree_verify_params& p) {
 }
 
 struct Device {
+    int major;  // of its compute capability
     int multiprocessors;
     int shared_bytes;  // that a block may have
 };
@@ -188,6 +189,9 @@ treewy_status find_device(Device* device) {
     if (status == cudaSuccess) {
         status =
             cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, index);
+    }
+    if (status == cudaSuccess) {
+        status = cudaDeviceGetAttribute(&device->major, cudaDevAttrComputeCapabilityMajor, index);
     }
     if (status == cudaSuccess) {
         status = cudaDeviceGetAttribute(&device->shared_bytes,
@@ -216,7 +220,8 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
                             dtype_bytes(p.history.u_dtype),
                             dtype_bytes(p.history.k_dtype)};
     int tile = p.tile;
-    bool stays = streams(shape, device.shared_bytes) && all_aligned(p, kWide);
+    const bool warpgroups = device.major == 9 && p.dtype == TREEWY_BFLOAT16;
+    bool stays = streams(shape, device.shared_bytes, warpgroups) && all_aligned(p, kWide);
     if (tile == TREEWY_VERIFY_AUTO) {
         stays = stays && enough_turns(shape, heads, device.multiprocessors);
         tile = choose_tile(shape, terms, stays, heads, device.multiprocessors);

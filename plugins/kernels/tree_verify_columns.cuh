@@ -22,16 +22,17 @@ inline constexpr int kPairBytes = 8 * kMatrix;  // of a plane, of a pair of node
 __device__ __forceinline__ constexpr int node_row(int t) { return t / 8 * 16 + t % 8; }
 
 template <typename Types>
-inline constexpr int kPanelBytes = 2 * Types::kNodeBlocks* kNodeBlock* kSwappedRow;
+inline constexpr int kPanelBytes = 2 * 8 * Types::kHalves * kSwappedRow;
 
-// The operand A of a step of the 16 nodes of block d.
+// The operand A of a step of the nodes 8 h ..: their keys, then their queries.
 template <typename Types>
-__device__ __forceinline__ FragmentA<typename Types::Input> load_node_rows(
-    const unsigned char* rows, int d, int step, int lane) {
+__device__ __forceinline__ FragmentA<typename Types::Input> load_node_rows(const Shared& shared,
+                                                                           int h, int step,
+                                                                           int lane) {
     constexpr int kSteps = kSwappedRow / 32;  // of a panel
     const unsigned char* panel =
-        rows + step / kSteps * kPanelBytes<Types> + node_row(d * kNodeBlock) * kSwappedRow;
-    return load_a<typename Types::Input, kSwappedRow, 16 * kSwappedRow>(panel, step % kSteps, lane);
+        shared.keys + step / kSteps * kPanelBytes<Types> + 16 * h * kSwappedRow;
+    return load_a<typename Types::Input, kSwappedRow, 8 * kSwappedRow>(panel, step % kSteps, lane);
 }
 
 // The operand B of two steps of the nodes 8 j ..
@@ -74,25 +75,13 @@ struct PairWeights {
             words[term] = make_uint4(x[0], x[1], x[2], x[3]);
         }
     }
-    // Rows 8 j + g, j from `first` on, of columns 8 i ..: as sums come.
-    __device__ __forceinline__ void store(const float (&value)[4], int i, int first,
-                                          int lane) const {
+    // Row 8 j + g, columns 8 i + 2 c and the next.
+    __device__ __forceinline__ void store(int j, int i, float low, float high, int lane) const {
+        uint32_t terms[kTerms];
+        split(low, high, terms);
 #pragma unroll
-        for (int j = first; j < 2; ++j) {
-            uint32_t terms[kTerms];
-            split(value[2 * j], value[2 * j + 1], terms);
-#pragma unroll
-            for (int term = 0; term < kTerms; ++term)
-                *word(term, j, i, lane / 4, lane % 4) = terms[term];
-        }
-    }
-    // W of a node block with itself: the halves' own parts go to `dense`, the rest is a weight.
-    __device__ __forceinline__ void store_own(float* dense, const float (&value)[4], int i,
-                                              int lane) const {
-        const int g = lane / 4, c = lane % 4;
-        const float low = i == 0 ? value[0] : value[2], high = i == 0 ? value[1] : value[3];
-        *reinterpret_cast<float2*>(dense + i * 64 + 8 * g + 2 * c) = make_float2(low, high);
-        if (i == 0) store(value, 0, 1, lane);
+        for (int term = 0; term < kTerms; ++term)
+            *word(term, j, i, lane / 4, lane % 4) = terms[term];
     }
     // (I - W)^-1 - I within each 8 nodes of a block, from `dense`.
     __device__ __forceinline__ void invert(const float* dense, int lane) const {
@@ -126,22 +115,6 @@ struct PairWeights {
             }
         }
     }
-    __device__ __forceinline__ void clear(int lane) const {
-#pragma unroll
-        for (int i = 0; i < 4 * kTerms; ++i)
-            *word(i / 4, i / 2 % 2, i % 2, lane / 4, lane % 4) = 0;
-    }
 };
-
-// The products of a pair of node blocks as they come, four words a lane, kept in the place of its
-// weights.
-template <typename Types>
-__device__ __forceinline__ float4* products_at(const Shared& shared, int d, int e, int i,
-                                               int lane) {
-    using Weights = PairWeights<Types>;
-    static_assert(Weights::kTerms >= 2);
-    const int at = Weights::offset(d, e) + i / 2 * Weights::kPlaneBytes + i % 2 * kWarp * 16;
-    return reinterpret_cast<float4*>(reinterpret_cast<unsigned char*>(shared.weights) + at) + lane;
-}
 
 }  // namespace treewy

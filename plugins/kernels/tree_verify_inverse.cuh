@@ -19,12 +19,6 @@ __device__ __forceinline__ bool is_related(const Shared& shared, int d, int e) {
     return (shared.related[d] >> e) & 1u;
 }
 
-// Products of a pair of node blocks (d, e): 16 keys and 16 queries of d with the 16 keys of e, as
-// the sums come.
-struct PairProducts {
-    float x[2][2][4];  // kind (keys, queries), half of e
-};
-
 // Adds rows_a rows_b^T of two steps to two sums, which are added up in the end.
 template <typename Input>
 __device__ __forceinline__ void add_steps(float (&sum)[2][4], const FragmentA<Input> (&a)[2],
@@ -37,106 +31,101 @@ __device__ __forceinline__ void add_steps(float (&sum)[2][4], const FragmentA<In
     }
 }
 
-// The products of a pair, in the place of its weights.
-template <typename Types>
-__device__ __forceinline__ void keep_products(const Shared& shared, int d, int e, int lane,
-                                              const PairProducts& products) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float (&x)[4] = products.x[i / 2][i % 2];
-        *products_at<Types>(shared, d, e, i, lane) = make_float4(x[0], x[1], x[2], x[3]);
-    }
-}
+// Products of 8 nodes with 16 others: x[half][e] of the key, x[half][2 + e] of the query at row g
+// of 8 h with the key of column 8 half + 2 c + e of block b.
+struct PairProducts {
+    float x[2][4];
+};
 
 template <typename Types>
-__device__ __forceinline__ void take_products(const Shared& shared, int d, int e, int lane,
-                                              PairProducts& products) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float4 x = *products_at<Types>(shared, d, e, i, lane);
-        float (&to)[4] = products.x[i / 2][i % 2];
-        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-    }
-    __syncwarp();  // weights take their place
-}
-
-// The products of a pair, and of a node block with itself its norms. By one warp.
-template <typename Types>
-__device__ __forceinline__ void multiply_nodes(const Shared& shared, int d, int e, int lane,
-                                               PairProducts& products) {
+__device__ __forceinline__ PairProducts multiply_nodes(const Shared& shared, int h, int b,
+                                                       int lane) {
     using Input = typename Types::Input;
-    float sum[2][2][2][4] = {}, square[2][2][4] = {};
+    float sum[2][2][4] = {};
 #pragma unroll
     for (int pair = 0; pair < Types::kKeyDim / 32; ++pair) {
-        FragmentA<Input> key[2], query[2];
+        const FragmentA<Input> a[2] = {load_node_rows<Types>(shared, h, 2 * pair, lane),
+                                       load_node_rows<Types>(shared, h, 2 * pair + 1, lane)};
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            key[odd] = load_node_rows<Types>(shared.keys, d, 2 * pair + odd, lane);
-            query[odd] = load_node_rows<Types>(shared.queries, d, 2 * pair + odd, lane);
+        for (int half = 0; half < 2; ++half)
+            add_steps(sum[half], a,
+                      load_node_columns<Types>(shared.keys, 2 * b + half, pair, lane));
+    }
+    PairProducts products;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        products.x[i / 4][i % 4] = sum[i / 4][0][i % 4] + sum[i / 4][1][i % 4];
+    return products;
+}
+
+// 1 / |k| and K^-1/2 / |q| of the nodes 8 h .., by a warp: from the diagonals of their products
+// with themselves.
+template <typename Types>
+__device__ __forceinline__ void measure_nodes(const Shared& shared, int h, int lane) {
+    using Input = typename Types::Input;
+    float keys[2][4] = {}, queries[2][4] = {};
+#pragma unroll
+    for (int pair = 0; pair < Types::kKeyDim / 32; ++pair) {
+        const FragmentA<Input> a[2] = {load_node_rows<Types>(shared, h, 2 * pair, lane),
+                                       load_node_rows<Types>(shared, h, 2 * pair + 1, lane)};
+        FragmentB<Input> key, query;  // a row of A is a column of B
+#pragma unroll
+        for (int term = 0; term < Operand<Input>::kTerms; ++term) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                key.x[term][i / 2][i % 2] = a[i / 2].x[term][i % 2 * 2];
+                query.x[term][i / 2][i % 2] = a[i / 2].x[term][i % 2 * 2 + 1];
+            }
         }
+        add_steps(keys, a, key);
+        add_steps(queries, a, query);
+    }
+    const int g = lane / 4;
+    if (g / 2 != lane % 4) return;
+    const int odd = g % 2;
+    const float key = odd == 0 ? keys[0][0] + keys[1][0] : keys[0][1] + keys[1][1];
+    const float query = odd == 0 ? queries[0][2] + queries[1][2] : queries[0][3] + queries[1][3];
+    shared.key_norm[8 * h + g] = inverse_norm(key, 1.0f);
+    shared.query_norm[8 * h + g] = inverse_norm(query, key_scale<Types::kKeyDim>());
+}
+
+// W and C of 8 nodes with the 16 of block b, zero where none of them has an ancestor there. By a
+// warp.
+template <typename Types>
+__device__ __forceinline__ void weigh_nodes(const Shared& shared, int h, int b, int lane) {
+    const int g = lane / 4, c = lane % 4, t = 8 * h + g;
+    const PairWeights<Types> solving(shared, h / 2, b, 0), reading(shared, h / 2, b, 1);
+    float w[2][2] = {}, out[2][2] = {};
+    if (h < Types::kHalves && is_related(shared, h / 2, b)) {
+        const PairProducts products = multiply_nodes<Types>(shared, h, b, lane);
+        const float2 to = shared.path_sum[t];
+        const float key = -shared.beta[t] * shared.key_norm[t], query = shared.query_norm[t];
+        const uint32_t mask =
+            shared.ancestors[t * shared.mask_words + b / 2] >> (b % 2 * kNodeBlock + 2 * c);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const auto b = load_node_columns<Types>(shared.keys, 2 * e + half, pair, lane);
-            add_steps(sum[0][half], key, b);
-            add_steps(sum[1][half], query, b);
-            if (d == e) {
-                const auto own = load_node_columns<Types>(shared.queries, 2 * d + half, pair, lane);
-                add_steps(square[half], query, own);
+            const int i = b * kNodeBlock + 8 * half + 2 * c;
+            const float4 from = *reinterpret_cast<const float4*>(shared.path_sum + i);
+            const float2 norm = *reinterpret_cast<const float2*>(shared.key_norm + i);
+            const float decay[2] = {norm.x * decay_between(to, make_float2(from.x, from.y)),
+                                    norm.y * decay_between(to, make_float2(from.z, from.w))};
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const bool above = (mask >> (8 * half + e) & 1u) != 0;
+                w[half][e] = above && t != i + e ? key * decay[e] * products.x[half][e] : 0.0f;
+                out[half][e] = above ? query * decay[e] * products.x[half][2 + e] : 0.0f;
             }
         }
     }
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        products.x[i / 8][i / 4 % 2][i % 4] =
-            sum[i / 8][i / 4 % 2][0][i % 4] + sum[i / 8][i / 4 % 2][1][i % 4];
-    }
-    if (d != e) return;
-    float low[4], high[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        low[i] = square[0][0][i] + square[0][1][i];
-        high[i] = square[1][0][i] + square[1][1][i];
-    }
-    store_norms(shared.query_norm + d * kNodeBlock, low, high, key_scale<Types::kKeyDim>(), lane);
-    store_norms(shared.key_norm + d * kNodeBlock, products.x[0][0], products.x[0][1], 1.0f, lane);
-}
-
-// Makes a pair's products its weights: W from the keys', C from the queries'.
-template <typename Types>
-__device__ __forceinline__ void weigh_pair(const Shared& shared, int d, int e,
-                                           PairProducts& products, int lane) {
-    const int g = lane / 4, column = e * kNodeBlock + 2 * (lane % 4);
-    float (&w)[2][4] = products.x[0];
-    float (&c)[2][4] = products.x[1];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const int t = d * kNodeBlock + 8 * j + g;
-        const float2 to = shared.path_sum[t];
-        const float key = -shared.beta[t] * shared.key_norm[t], query = shared.query_norm[t];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int i = column + 8 * half;
-            const float4 from = *reinterpret_cast<const float4*>(shared.path_sum + i);
-            const float2 norm = *reinterpret_cast<const float2*>(shared.key_norm + i);
-            const uint32_t mask = shared.ancestors[t * shared.mask_words + i / 32] >> (i % 32);
-            const float low = norm.x * decay_between(to, make_float2(from.x, from.y));
-            const float high = norm.y * decay_between(to, make_float2(from.z, from.w));
-            const bool first = mask & 1u, second = mask & 2u;
-            w[half][2 * j] = first && t != i ? key * low * w[half][2 * j] : 0.0f;
-            w[half][2 * j + 1] = second && t != i + 1 ? key * high * w[half][2 * j + 1] : 0.0f;
-            c[half][2 * j] = first ? query * low * c[half][2 * j] : 0.0f;
-            c[half][2 * j + 1] = second ? query * high * c[half][2 * j + 1] : 0.0f;
-        }
-    }
-    const PairWeights<Types> solving(shared, d, e, 0), reading(shared, d, e, 1);
-#pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (d == e) {
-            solving.store_own(shared.dense + d * 128, w[half], half, lane);
+        if (h == 2 * b + half) {
+            float* dense = shared.dense + 64 * h + 8 * g + 2 * c;
+            *reinterpret_cast<float2*>(dense) = make_float2(w[half][0], w[half][1]);
         } else {
-            solving.store(w[half], half, 0, lane);
+            solving.store(h % 2, half, w[half][0], w[half][1], lane);
         }
-        reading.store(c[half], half, 0, lane);
+        reading.store(h % 2, half, out[half][0], out[half][1], lane);
     }
 }
 
@@ -163,8 +152,8 @@ __device__ __forceinline__ void invert_tree(const Shared& shared, int nodes, int
                                             int barrier) {
     constexpr int kTerms = Types::kWeightTerms, kBlocks = Types::kNodeBlocks;
     constexpr bool kApart = Types::kSumApart;
-    if (e < kBlocks) PairWeights<Types>(shared, e, e, 0).invert(shared.dense + e * 128, lane);
-    sync_at<Types::kGroupThreads>(barrier);
+    PairWeights<Types>(shared, e, e, 0).invert(shared.dense + e * 128, lane);
+    sync_at<Types::kInvertThreads>(barrier);
     TileTerms<kTerms, 1> known[kBlocks];
 #pragma unroll
     for (int d = 0; d < kBlocks; ++d) {
@@ -187,23 +176,27 @@ __device__ __forceinline__ void invert_tree(const Shared& shared, int nodes, int
             PairWeights<Types>(shared, d, d, 1).load(words, lane);
             apply<kApart>(read, known[d], words);
         }
-        sync_at<Types::kGroupThreads>(barrier);  // nobody reads W and C of d any more
+        sync_at<Types::kInvertThreads>(barrier);  // nobody reads W and C of d any more
         if (!mine) continue;
-        if (d == e) subtract(inverse, identity_tile(lane));
+        if (d == e && !Types::kWholeInverse) subtract(inverse, identity_tile(lane));
         PairWeights<Types>(shared, d, e, 0).store_transposed(inverse, lane);
         PairWeights<Types>(shared, d, e, 1).store_transposed(read, lane);
     }
 }
 
-// Pairs of node blocks (d, e) of a tree, e <= d: (0, 0), (1, 0), (1, 1), (2, 0) ..
+// 8 nodes h and a node block b that may have their ancestors: (0, 0), (1, 0), (2, 0), (2, 1) ..
 struct NodePair {
-    int d;
-    int e;
+    int h;
+    int b;
 };
-static_assert(kMaxStream <= 3);  // node blocks
+
+template <typename Types>
 __device__ __forceinline__ NodePair nth_pair(int n) {
-    const int d = n < 1 ? 0 : n < 3 ? 1 : 2;
-    return {d, n - d * (d + 1) / 2};
+    int d = 0;
+#pragma unroll
+    for (int next = 1; next < Types::kNodeBlocks; ++next) d += n >= next * (next + 1);
+    const int at = n - d * (d + 1), second = at > d;
+    return {2 * d + second, at - second * (d + 1)};
 }
 
 }  // namespace treewy

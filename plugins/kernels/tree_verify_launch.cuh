@@ -73,10 +73,15 @@ template <typename Input, typename State, int kHalves>
 treewy_status launch_stream(const treewy_tree_verify_params& p, const VerifyPlan& plan,
                             treewy_stream stream) {
     using Types = StreamTypes<Input, State, kHalves>;
-    const Grid all = grid_of<Types>(p);
-    const int64_t blocks = std::min(all.x * all.y, int64_t{plan.multiprocessors});
-    return launch_kernel<Types>(tree_verify_stream_kernel<Types>, p, plan, plan.layout,
-                                Grid(blocks), stream);
+    if constexpr (Types::kFits) {
+        const Grid all = grid_of<Types>(p);
+        const int64_t blocks = std::min(all.x * all.y, int64_t{plan.multiprocessors});
+        return launch_kernel<Types>(tree_verify_stream_kernel<Types>, p, plan, plan.layout,
+                                    Grid(blocks), stream);
+    } else {
+        return fail(TREEWY_UNSUPPORTED, "%s: %d nodes leave no room for a state", kVerifyName,
+                    p.tree.max_nodes);  // `streams` has said so
+    }
 }
 
 template <typename Input, typename State>
@@ -89,8 +94,12 @@ treewy_status launch_streams(const treewy_tree_verify_params& p, const VerifyPla
             return launch_stream<Input, State, 4>(p, plan, stream);
         case 5:
             return launch_stream<Input, State, 5>(p, plan, stream);
+        case 6:
+            return launch_stream<Input, State, 6>(p, plan, stream);
+        case 7:  // of warpgroups, from here on
+            return launch_stream<Input, State, 7>(p, plan, stream);
         default:
-            return launch_stream<Input, State, 2 * kMaxStream>(p, plan, stream);
+            return launch_stream<Input, State, 2 * kMaxStreamGroups>(p, plan, stream);
     }
 }
 

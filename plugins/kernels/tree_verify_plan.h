@@ -17,6 +17,7 @@ inline constexpr int kMaxGroup = 4;  // node blocks whose weights lie in shared 
 
 // Of the kernel whose blocks take head after head (tree_verify_stream.cuh).
 inline constexpr int kMaxStream = 3;              // node blocks
+inline constexpr int kMaxStreamGroups = 4;        // the same with products of warpgroups
 inline constexpr int kPartRowBytes = 128;         // of a row of the state that are copied at a time
 inline constexpr int kStreamRows = 128;           // of V of a block
 inline constexpr int kStreamShared = 227 * 1024;  // bytes of shared memory of its block, at most
@@ -219,7 +220,7 @@ inline constexpr VerifyLayout stage_layout(const VerifyShape& shape) {
     at.stream = true;
     at.node_blocks = at.group = ceil_blocks(shape.max_nodes, kNodeBlock);
     at.mask_words = ceil_blocks(at.node_blocks * kNodeBlock, 32);
-    const int rows = at.node_blocks * kNodeBlock * shape.key_dim * shape.input_bytes;
+    const int rows = ceil_blocks(shape.max_nodes, 8) * 8 * shape.key_dim * shape.input_bytes;
     Places places;
     at.keys = places.next(2 * rows);  // and queries, by turns of 8 nodes
     at.queries = at.keys + kEightRows;
@@ -244,18 +245,19 @@ inline constexpr StreamLayout stream_layout(const VerifyShape& shape) {
     at.stages = kMaxStages;
     if (kStreamShared - kMaxStages * at.stage_bytes < parts * kPlaceBytes) at.stages = 2;
     const int room = (kStreamShared - at.stages * at.stage_bytes) / kPlaceBytes;
-    at.places = (room < kMaxPlaces ? room : kMaxPlaces) / parts * parts;
+    at.places = room > 0 ? (room < kMaxPlaces ? room : kMaxPlaces) / parts * parts : 0;
     at.first_stage = at.places * kPlaceBytes;
     at.total = at.first_stage + at.stages * at.stage_bytes;
     return at;
 }
 
 // Whether blocks take head after head (tree_verify_stream.cuh), with the wide tile; `shape` is of
-// aligned tensors.
-inline constexpr bool streams(const VerifyShape& shape, int shared_bytes) {
+// aligned tensors, `warpgroups` says whether these have products of their own.
+inline constexpr bool streams(const VerifyShape& shape, int shared_bytes, bool warpgroups) {
     return shape.key_dim == 128 && shape.value_dim % kStreamRows == 0 && shape.input_bytes == 2 &&
            shape.history_capacity == 0 && shape.max_nodes > kNodeBlock &&
-           shape.max_nodes <= kMaxStream * kNodeBlock && stream_layout(shape).total <= shared_bytes;
+           shape.max_nodes <= (warpgroups ? kMaxStreamGroups : kMaxStream) * kNodeBlock &&
+           stream_layout(shape).places > 0 && stream_layout(shape).total <= shared_bytes;
 }
 
 // Rows of nodes of the small layout.

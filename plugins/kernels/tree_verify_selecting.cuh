@@ -77,9 +77,9 @@ __device__ __forceinline__ float step_to(const VerifyArgs& args, const Shared& s
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const int at = kWarp * i + lane;
-        const float own =
-            Types::kKeysStay ? row_element<Input>(shared.keys + t * Types::kInputRowBytes, at, t)
-                             : as_float(from[at]);
+        const float own = Types::kKeysStay
+                              ? row_element<Input>(shared.keys + t * Types::kInputRowBytes, at, t)
+                              : as_float(from[at]);
         key[i] = shared.key_norm[t] * own;
     }
     state.decay(shared.path_sum[t]);

@@ -9,24 +9,34 @@
 
 namespace treewy {
 
+// Which chunk of which of 8 nodes a thread of a group copies, 8 nodes after the other.
+template <typename Types>
+struct CopyPlace {
+    static constexpr int kChunks = Types::kKeyDim / 8;  // of 16 bytes, of a node
+    static_assert(Types::kGroupThreads == 8 * kChunks && Types::kRows == Types::kKeyDim &&
+                  sizeof(typename Types::Input) == 2);
+
+    int node;
+    int chunk;
+
+    __device__ __forceinline__ explicit CopyPlace(int thread)
+        : node(static_cast<int>(static_cast<unsigned>(thread) / kChunks)),
+          chunk(static_cast<int>(static_cast<unsigned>(thread) % kChunks)) {}
+};
+
 // Starts the copies of keys, or of queries, of all nodes; zeros from node `nodes` on.
 template <typename Types>
 __device__ __forceinline__ void copy_turn_rows(unsigned char* to, const typename Types::Input* from,
                                                int stride, int nodes, int thread) {
-    using Input = typename Types::Input;
-    constexpr int kChunks = Types::kKeyDim / kPer16Bytes<Input>;
-    constexpr int kAll = Types::kNodeBlocks * kNodeBlock * kChunks;
+    const CopyPlace<Types> at(thread);
+    unsigned char* place = to + at.chunk / 8 * kPanelBytes<Types> + at.node * kSwappedRow +
+                           16 * (at.chunk % 8 ^ at.node);
+    const typename Types::Input* source = from + at.node * stride + 8 * at.chunk;
 #pragma unroll
-    for (int start = 0; start < kAll; start += Types::kGroupThreads) {
-        const int at = start + thread, row = at / kChunks, chunk = at % kChunks;
-        if (start + Types::kGroupThreads > kAll && at >= kAll) continue;
-        unsigned char* place = to + chunk / 8 * kPanelBytes<Types> +
-                               node_row(row) * kSwappedRow + 16 * (chunk % 8 ^ row % 8);
-        if (row < nodes) {
-            copy_async(place, from + row * stride + chunk * kPer16Bytes<Input>);
-        } else {
-            *reinterpret_cast<uint4*>(place) = make_uint4(0, 0, 0, 0);
-        }
+    for (int h = 0; h < Types::kHalves; ++h) {
+        const bool real = 8 * h + at.node < nodes;
+        copy_async_or_zero(place + node_row(8 * h) * kSwappedRow,
+                           real ? source + 8 * h * stride : from, real);
     }
 }
 
@@ -51,20 +61,22 @@ template <typename Types>
 __device__ __forceinline__ void copy_turn_values(const VerifyArgs& args, const Shared& shared,
                                                  const VerifyWork& work, int thread) {
     using Input = typename Types::Input;
-    constexpr int kChunks = Types::kRows / kPer16Bytes<Input>;  // of a node
     constexpr int kNodeBytes = Types::kWarpRows * static_cast<int>(sizeof(Input));
-    constexpr int kAll = Types::kHalves * 8 * kChunks;
+    constexpr int kChunksOfWarp = kNodeBytes / 16;
     const treewy_tree_verify_params& p = args.params;
-    const Input* from =
-        static_cast<const Input*>(p.v) + at_head(p.v_stride[0], args.v, work, work.first_row);
+    const CopyPlace<Types> at(thread);
+    const int node = at.node % 2 * 4 + at.node / 2;  // 2 c + e lies at 4 e + c
+    unsigned char* place = shared.values +
+                           (at.chunk / kChunksOfWarp * kNodeBlock + node) * kNodeBytes +
+                           16 * (at.chunk % kChunksOfWarp);
+    const Input* source = static_cast<const Input*>(p.v) +
+                          at_head(p.v_stride[0], args.v, work, work.first_row) +
+                          at.node * args.v.node + 8 * at.chunk;
 #pragma unroll
-    for (int start = 0; start < kAll; start += Types::kGroupThreads) {
-        const int at = start + thread, t = at / kChunks, chunk = at % kChunks;
-        if (t >= work.nodes || (start + Types::kGroupThreads > kAll && at >= kAll)) continue;
-        const int warp = 16 * chunk / kNodeBytes, node = (t & 8) + t % 2 * 4 + t / 2 % 4;
-        const int place = (t / kNodeBlock * Types::kWarps + warp) * kNodeBlock + node;
-        copy_async(shared.values + place * kNodeBytes + 16 * chunk % kNodeBytes,
-                   from + t * args.v.node + chunk * kPer16Bytes<Input>);
+    for (int h = 0; h < Types::kHalves; ++h) {
+        if (8 * h + at.node >= work.nodes) break;
+        copy_async(place + (h / 2 * Types::kWarps * kNodeBlock + h % 2 * 8) * kNodeBytes,
+                   source + 8 * h * args.v.node);
     }
 }
 
@@ -80,63 +92,62 @@ struct GroupPlace {
 template <typename Types>
 struct TurnInputs {
     RowInputs row;
-    NodeInputs nodes[Types::kNodesPerHelper];  // the first warp's
+    NodeInputs nodes[Types::kNodesPerHelper];  // of the warp that follows the paths
     float2 head;
 
     __device__ __forceinline__ void load(const VerifyArgs& args, const VerifyWork& work, int warp,
                                          int lane) {
         const treewy_tree_verify_params& p = args.params;
         row = load_row(p, work);
-        if (warp > 0) return;
+        if (warp != Types::kPathWarp) return;
         read_nodes<Types>(p, work, lane, nodes);
         head = make_float2(p.A_log[work.head], p.dt_bias[work.head]);
     }
 };
 
-// W and C of all pairs, zero where no node of the one has an ancestor in the other, and the nodes'
-// factors: the first warp follows the paths while the others take products.
+// W and C of all nodes, and their factors.
 template <typename Types>
-__device__ __forceinline__ void couple_turn(const VerifyArgs& args, const Shared& shared,
-                                            const VerifyWork& work, const TurnInputs<Types>& inputs,
+__device__ __forceinline__ void couple_turn(const Shared& shared, const GroupPlace& at) {
+    sync_at<Types::kGroupThreads>(kGroupBarrier + at.group);  // keys, queries and paths are there
+#pragma unroll 1
+    for (int h = at.warp; h < Types::kHalves; h += Types::kGroupWarps)
+        measure_nodes<Types>(shared, h, at.lane);
+    sync_at<Types::kGroupThreads>(kGroupBarrier + at.group);
+    if (at.thread < Types::kHalves * 8) make_factor(shared, at.thread);
+#pragma unroll 1
+    for (int n = at.warp; n < 2 * Types::kPairs; n += Types::kGroupWarps) {
+        const NodePair pair = nth_pair<Types>(n);
+        weigh_nodes<Types>(shared, pair.h, pair.b, at.lane);
+    }
+}
+
+// Begins turn `i` of the block: its stage is waited for, then copied to.
+template <typename Types>
+__device__ __forceinline__ void enter_turn(const VerifyArgs& args, const VerifyWork& work, int i,
+                                           int stage, const GroupPlace& at) {
+    const Shared shared = place_stage<Types>(stage);
+    if (i >= Types::kStages) sync_at<Types::kStageThreads>(read_barrier(stage, at.group));
+    copy_turn<Types>(args, shared, work, at.thread);
+    commit_copies();
+    copy_turn_values<Types>(args, shared, work, at.thread);
+    commit_copies();
+    if (at.thread == 0) *shared.nodes = work.nodes;
+}
+
+template <typename Types>
+__device__ __forceinline__ void follow_turn(const VerifyArgs& args, const VerifyWork& work,
+                                            int stage, const TurnInputs<Types>& inputs,
                                             const GroupPlace& at) {
-    constexpr int kWorkers = Types::kGroupWarps - 1;
-    const int first = at.warp == 0 ? Types::kPairs : at.warp - 1;
-    if (at.warp == 0) {
-        arrive_at<Types::kGroupThreads>(kCopiedBarrier + at.group);
-        follow_paths<Types>(args, shared, work, inputs.nodes, inputs.head.x, inputs.head.y,
-                            at.lane);
-    } else {
-        sync_at<Types::kGroupThreads>(kCopiedBarrier + at.group);
-    }
-#pragma unroll 1
-    for (int i = first; i < Types::kPairs; i += kWorkers) {
-        const NodePair pair = nth_pair(i);
-        PairProducts products;
-        multiply_nodes<Types>(shared, pair.d, pair.e, at.lane, products);
-        keep_products<Types>(shared, pair.d, pair.e, at.lane, products);
-    }
-    sync_at<Types::kGroupThreads>(kGroupBarrier + at.group);
-    if (at.thread < Types::kNodeBlocks * kNodeBlock) make_factor(shared, at.thread);
-#pragma unroll 1
-    for (int i = first; i < Types::kPairs; i += kWorkers) {
-        const NodePair pair = nth_pair(i);
-        if (is_related(shared, pair.d, pair.e)) {
-            PairProducts products;
-            take_products<Types>(shared, pair.d, pair.e, at.lane, products);
-            weigh_pair<Types>(shared, pair.d, pair.e, products, at.lane);
-        } else {
-            PairWeights<Types>(shared, pair.d, pair.e, 0).clear(at.lane);
-            PairWeights<Types>(shared, pair.d, pair.e, 1).clear(at.lane);
-        }
-    }
-    sync_at<Types::kGroupThreads>(kGroupBarrier + at.group);
+    if (at.warp != Types::kPathWarp) return;
+    follow_paths<Types>(args, place_stage<Types>(stage), work, inputs.nodes, inputs.head.x,
+                        inputs.head.y, at.lane);
 }
 
 // What a group does: the nodes of every kGroups-th turn.
 template <typename Types>
 __device__ __forceinline__ void prepare_turns(const VerifyArgs& args, const GroupPlace& at) {
     lower_registers<Types::kGroupRegisters>();
-    const int count = count_turns(args), barrier = kGroupBarrier + at.group;
+    const int count = count_turns(args);
     Turn turn = first_turn(args);
     for (int i = 0; i < at.group; ++i) next_turn(args, turn);
     VerifyWork work = work_of<Types>(args, turn);
@@ -145,26 +156,22 @@ __device__ __forceinline__ void prepare_turns(const VerifyArgs& args, const Grou
     for (int i = at.group, stage = at.group; i < count; i += Types::kGroups) {
         const Shared shared = place_stage<Types>(stage);
         settle_row(args.params, inputs.row, work);
-        if (i >= Types::kStages) {
-            sync_at<Types::kStageThreads>(read_barrier(stage, at.group));
-        }
-        copy_turn<Types>(args, shared, work, at.thread);
-        commit_copies();
-        copy_turn_values<Types>(args, shared, work, at.thread);
-        commit_copies();
-        if (at.thread == 0) *shared.nodes = work.nodes;
-        wait_copies<1>();  // all but the values
-        couple_turn<Types>(args, shared, work, inputs, at);
+        enter_turn<Types>(args, work, i, stage, at);
+        follow_turn<Types>(args, work, stage, inputs, at);
         const int nodes = work.nodes;
         for (int j = 0; j < Types::kGroups; ++j) next_turn(args, turn);
         work = work_of<Types>(args, turn);
         if (i + Types::kGroups < count) inputs.load(args, work, at.warp, at.lane);
-        invert_tree<Types>(shared, nodes, at.warp, at.lane, barrier);
+        wait_copies<1>();  // all but the values
+        couple_turn<Types>(shared, at);
+        sync_at<Types::kGroupThreads>(kGroupBarrier + at.group);
+        if (at.warp < Types::kNodeBlocks)
+            invert_tree<Types>(shared, nodes, at.warp, at.lane, kInvertBarrier + at.group);
         wait_copies<0>();
         show_to_products();
         arrive_at<Types::kStageThreads>(kFilledBarrier + stage);
-        stage += Types::kGroups;
-        if (stage >= Types::kStages) stage -= Types::kStages;
+        stage += stage + Types::kGroups < Types::kStages ? Types::kGroups
+                                                         : Types::kGroups - Types::kStages;
     }
 }
 

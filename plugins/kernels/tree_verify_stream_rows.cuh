@@ -101,28 +101,35 @@ __device__ __forceinline__ const unsigned char* step_columns(const Shared& share
 }
 
 // Starts sums += rows [K; Q]^T of a step with all node blocks from kBlock on, by warpgroups.
-template <typename Types, int kBlock = 0>
+template <typename Types, bool kFresh, int kBlock = 0>
 __device__ __forceinline__ void start_step(const uint32_t (&rows)[4], const unsigned char* columns,
                                            TurnSums<Types>& sums) {
-    start_product<block_columns<Types>(kBlock)>(sums.x[kBlock], rows,
-                                                describe<Columns::kSwapped>(columns));
+    start_product<block_columns<Types>(kBlock), kFresh>(sums.x[kBlock], rows,
+                                                        describe<Columns::kSwapped>(columns));
     if constexpr (kBlock + 1 < Types::kNodeBlocks) {
-        start_step<Types, kBlock + 1>(rows, columns + node_row(kNodeBlock) * kSwappedRow, sums);
+        start_step<Types, kFresh, kBlock + 1>(rows, columns + node_row(kNodeBlock) * kSwappedRow,
+                                              sums);
     }
 }
 
 // The same of several steps from `first` on, the small terms of each first.
-template <typename Types, int kSteps>
+template <typename Types, bool kFresh, int kSteps>
 __device__ __forceinline__ void start_steps(const Shared& shared,
                                             const StepRows<typename Types::State, kSteps>& rows,
                                             int first, TurnSums<Types>& sums) {
+    constexpr int kTerms = Operand<typename Types::State>::kTerms;
     open_products();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
         const unsigned char* columns = step_columns<Types>(shared, first + i);
 #pragma unroll
-        for (int term = Operand<typename Types::State>::kTerms - 1; term >= 0; --term)
-            start_step<Types>(rows.step[i].x[term], columns, sums);
+        for (int term = kTerms - 1; term >= 0; --term) {
+            if (kFresh && i == 0 && term == kTerms - 1) {
+                start_step<Types, true>(rows.step[i].x[term], columns, sums);
+            } else {
+                start_step<Types, false>(rows.step[i].x[term], columns, sums);
+            }
+        }
     }
     close_products();
 }
@@ -143,7 +150,8 @@ __device__ __forceinline__ void multiply_part(
                                            load_node_columns<Types>(shared.queries, j, both, lane)};
             float sum[2][4];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = kApart ? 0.0f : sums.at(j, i / 4, i % 4);
+            for (int i = 0; i < 8; ++i)
+                sum[i / 4][i % 4] = kApart ? 0.0f : sums.at(j, i / 4, i % 4);
 #pragma unroll
             for (int order = kMaxOrder; order >= 0; --order) {  // the small first
 #pragma unroll
@@ -235,24 +243,6 @@ __device__ __forceinline__ void finish_turn(
     }
 }
 
-// U += R, of which the terms are an exact sum.
-template <typename Types>
-__device__ __forceinline__ void add_terms(
-    const TileTerms<Types::kWeightTerms, 1> (&rhs)[Types::kNodeBlocks], TurnSums<Types>& sums) {
-#pragma unroll
-    for (int i = 0; i < 2 * Types::kHalves; ++i) {
-        const int j = i / 2, half = i % 2;
-        float low = 0.0f, high = 0.0f;
-#pragma unroll
-        for (int term = Types::kWeightTerms - 1; term >= 0; --term) {
-            const uint32_t word = rhs[j / 2].x[term][0][2 * (j % 2) + half];
-            low += low_half(word), high += high_half(word);
-        }
-        sums.at(j, 0, 2 * half) += low;
-        sums.at(j, 0, 2 * half + 1) += high;
-    }
-}
-
 // Starts the products of a term of R with one of T - I and M, of the pairs from (kBlock, kFrom) on,
 // by warpgroups.
 template <typename Types, int kBlock = 0, int kFrom = 0>
@@ -260,7 +250,7 @@ __device__ __forceinline__ void start_apply(
     const Shared& shared, int term, int plane,
     const TileTerms<Types::kWeightTerms, 1> (&rhs)[Types::kNodeBlocks], TurnSums<Types>& sums) {
     const unsigned char* weights = PairWeights<Types>(shared, kBlock, kFrom, 0).at;
-    start_product<block_columns<Types>(kBlock)>(
+    start_product<block_columns<Types>(kBlock), false>(
         sums.x[kBlock], rhs[kFrom].x[term][0],
         describe<Columns::kMatrices>(weights + plane * PairWeights<Types>::kPlaneBytes));
     if constexpr (kBlock + 1 < Types::kNodeBlocks) {
@@ -327,10 +317,9 @@ __device__ __forceinline__ void apply_blocks(
 template <typename Types>
 __device__ __forceinline__ bool read_out(const Shared& shared, const VerifyWork& work, int warp,
                                          int lane, TurnSums<Types>& sums) {
-    constexpr bool kApart = Types::kSumApart;
     TileTerms<Types::kWeightTerms, 1> rhs[Types::kNodeBlocks];
     finish_turn<Types>(shared, work, warp, lane, sums, rhs);
-    if constexpr (kApart) {
+    if constexpr (Types::kWholeInverse) {
 #pragma unroll
         for (int i = 0; i < 4 * Types::kHalves; ++i) sums.at(i / 4, 0, i % 4) = 0.0f;
     }
@@ -339,7 +328,6 @@ __device__ __forceinline__ bool read_out(const Shared& shared, const VerifyWork&
     } else {
         apply_blocks<Types>(shared, lane, rhs, sums);
     }
-    if constexpr (kApart) add_terms<Types>(rhs, sums);
     float sum = 0.0f;  // of zeros, unless there is NaN or Inf
 #pragma unroll
     for (int i = 0; i < 2 * Types::kNodeBlocks; ++i)
@@ -371,6 +359,7 @@ template <typename Types>
 __device__ __forceinline__ void multiply_turn(const Shared& shared, unsigned char* rows, int lane,
                                               const StateCopies<Types>& copies,
                                               TurnSums<Types>& sums) {
+    sums.clear();
 #pragma unroll 1
     for (int part = 0; part < Types::kParts; ++part) {
         StepRows<typename Types::State, Types::kPartSteps> own;
@@ -398,7 +387,11 @@ __device__ __forceinline__ void start_turn(const Shared& shared, unsigned char* 
             if (step >= 2 * kSteps) wait_products<1>();  // whose registers come again
             StepRows<typename Types::State, kSteps> own;
             own.load(rows, first, lane);
-            start_steps<Types>(shared, own, step, sums);
+            if (step == 0) {
+                start_steps<Types, true>(shared, own, step, sums);
+            } else {
+                start_steps<Types, false>(shared, own, step, sums);
+            }
         }
         copies.replace(part, rows, lane);
         rows += Types::kPlaceBytes;
@@ -425,7 +418,6 @@ __device__ __forceinline__ void verify_turns(const VerifyArgs& args, int warp, i
         const Shared shared = place_stage<Types>(stage);
         sync_at<Types::kStageThreads>(kFilledBarrier + stage);
         TurnSums<Types> sums;
-        sums.clear();
         unsigned char* const rows = ring + place * Types::kPlaceBytes;
         if constexpr (Types::kProducts) {
             if (has_warpgroups()) {

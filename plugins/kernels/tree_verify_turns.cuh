@@ -8,14 +8,14 @@
 
 namespace treewy {
 
-// Barriers of the stream: a group's own; its keys and queries have been copied; a stage has been
-// filled; it has been read, one for each group that fills it next: with three stages the groups
-// fill a stage alternately, and the one may come for it while a warp of the other has not yet been
-// at the barrier of the turn before.
+// Barriers of the stream: a group's own; of its warps that invert; a stage has been filled; it has
+// been read, one for each group that fills it next: with three stages the groups fill a stage
+// alternately, and the one may come for it while a warp of the other has not yet been at the
+// barrier of the turn before.
 inline constexpr int kStreamGroups = 2;
 inline constexpr int kGroupBarrier = 1;
-inline constexpr int kCopiedBarrier = kGroupBarrier + kStreamGroups;
-inline constexpr int kFilledBarrier = kCopiedBarrier + kStreamGroups;
+inline constexpr int kInvertBarrier = kGroupBarrier + kStreamGroups;
+inline constexpr int kFilledBarrier = kInvertBarrier + kStreamGroups;
 inline constexpr int kReadBarrier = kFilledBarrier + kMaxStages;
 static_assert(kReadBarrier + kMaxStages * kStreamGroups <= 16);
 
@@ -36,15 +36,17 @@ struct StreamTypes {
     static constexpr int kHalves = kHalves_;
     static constexpr int kNodeBlocks = (kHalves + 1) / 2;
     static constexpr int kWeightTerms = sizeof(State) == 4 ? 3 : 2;
-    static constexpr StreamLayout kStream = stream_layout(
-        VerifyShape{kKeyDim, 0, kNodeBlocks * kNodeBlock, 0, static_cast<int>(sizeof(Input)),
-                    static_cast<int>(sizeof(State)), kWeightTerms});
+    static constexpr StreamLayout kStream =
+        stream_layout(VerifyShape{kKeyDim, 0, kHalves * 8, 0, static_cast<int>(sizeof(Input)),
+                                  static_cast<int>(sizeof(State)), kWeightTerms});
     static constexpr int kStages = kStream.stages;
     static constexpr int kGroups = kStreamGroups;
     static constexpr int kGroupWarps = 4;
     static constexpr int kGroupThreads = kGroupWarps * kWarp;
     static constexpr int kThreads = kRowThreads + kGroups * kGroupThreads;
     static constexpr int kStageThreads = kRowThreads + kGroupThreads;  // that meet at a stage
+    static constexpr int kPathWarp = kGroupWarps - 1;  // of a group: follows the paths
+    static constexpr int kInvertThreads = kNodeBlocks * kWarp;
     static constexpr int kPairs = kNodeBlocks * (kNodeBlocks + 1) / 2;
     static constexpr bool kOneBlock = false;
     static constexpr int kNodeRows = kNodeBlock;
@@ -61,6 +63,8 @@ struct StreamTypes {
     static constexpr int kStateShift = 1;
     static constexpr int kInputRowBytes = kKeyDim * static_cast<int>(sizeof(Input));
     static constexpr bool kSumApart = sizeof(State) == 4;
+    // U = T R, R being the sum of its terms; else R and (T - I) R.
+    static constexpr bool kWholeInverse = kSumApart;
     static constexpr int kPlaces = kStream.places;
     static constexpr int kPartElements = kPartRowBytes / static_cast<int>(sizeof(State));
     static constexpr int kParts = kKeyDim / kPartElements;  // of a state
@@ -69,11 +73,12 @@ struct StreamTypes {
     static constexpr int kPlaceBytes = kWarps * kWarpPartBytes;
     static constexpr int kMinBlocks = 1;
     // Of a thread, where products are those of warpgroups: as many as a launch has for all.
-    static constexpr int kRowRegisters = 128;
-    static constexpr int kGroupRegisters = 128;
+    static constexpr int kRowRegisters = sizeof(State) == 4 ? 144 : 136;
+    static constexpr int kGroupRegisters = sizeof(State) == 4 ? 112 : 120;
     static_assert(kRowThreads * kRowRegisters + kGroups * kGroupThreads * kGroupRegisters <=
                   64 * 1024);
     static constexpr bool kProducts = std::is_same_v<Input, __nv_bfloat16>;  // of warpgroups
+    static constexpr bool kFits = kPlaces > 0;
     static_assert(kStages >= kGroups && kGroupWarps >= kNodeBlocks && kPlaces % kParts == 0);
 };
 

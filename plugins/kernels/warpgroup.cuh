@@ -26,7 +26,7 @@ inline constexpr int kColumnsAtOnce = 8;  // of which there are 128 or 256 bytes
 #if defined(TREEWY_ON_HOST)
 
 // The machine on the host plays both ways.
-inline bool has_warpgroups() { return host_cuda::machine.warpgroups; }
+inline bool has_warpgroups() { return host_cuda::warpgroups; }
 
 #else
 
@@ -107,10 +107,9 @@ __device__ __forceinline__ void raise_registers() {
 #define TREEWY_NAMES_6 TREEWY_NAMES_5 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define TREEWY_NAMES_7 TREEWY_NAMES_6 ", %56, %57, %58, %59, %60, %61, %62, %63"
 
-#define TREEWY_EIGHT(i)                                                                            \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]),    \
-        "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),                    \
-        "+f"(d[i + 7])
+#define TREEWY_EIGHT(i)                                                                         \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+        "+f"(d[i + 6]), "+f"(d[i + 7])
 #define TREEWY_SUMS_0 TREEWY_EIGHT(0)
 #define TREEWY_SUMS_1 TREEWY_SUMS_0, TREEWY_EIGHT(8)
 #define TREEWY_SUMS_2 TREEWY_SUMS_1, TREEWY_EIGHT(16)
@@ -122,37 +121,37 @@ __device__ __forceinline__ void raise_registers() {
 
 // A product of `columns` columns, whose sums are the registers up to those of `last`; the numbers
 // of the registers that come after them.
-#define TREEWY_PRODUCT(columns, last, i0, i1, i2, i3, i4)                                          \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns                                      \
-                 "k16.f32.bf16.bf16 {" TREEWY_NAMES_##last "}, {%" #i0 ", %" #i1 ", %" #i2         \
-                 ", %" #i3 "}, %" #i4 ", 1, 1, 1, 0;\n"                                            \
-                 : TREEWY_SUMS_##last                                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define TREEWY_PRODUCT(columns, last, i0, i1, i2, i3, i4, i5)                                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns                                  \
+                 "k16.f32.bf16.bf16 {" TREEWY_NAMES_##last                                     \
+                 "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", %" #i5 ", 1, 1, 0;\n" \
+                 : TREEWY_SUMS_##last                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kFresh ? 0 : 1))
 
-// d += A B: 16 elements of the rows and of kCount columns. Of columns 8 j .. a lane has d[4 j ..]
-// as mma.sync would give it.
-template <int kCount, int kSums>
+// d += A B, or d = A B (kFresh): 16 elements of the rows and of kCount columns. Of columns 8 j .. a
+// lane has d[4 j ..] as mma.sync would give it.
+template <int kCount, bool kFresh, int kSums>
 __device__ __forceinline__ void start_product(float (&d)[kSums], const uint32_t (&a)[4],
                                               uint64_t b) {
     static_assert(kCount / 2 <= kSums);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if constexpr (kCount == 16) {
-        TREEWY_PRODUCT(16, 0, 8, 9, 10, 11, 12);
+        TREEWY_PRODUCT(16, 0, 8, 9, 10, 11, 12, 13);
     } else if constexpr (kCount == 32) {
-        TREEWY_PRODUCT(32, 1, 16, 17, 18, 19, 20);
+        TREEWY_PRODUCT(32, 1, 16, 17, 18, 19, 20, 21);
     } else if constexpr (kCount == 48) {
-        TREEWY_PRODUCT(48, 2, 24, 25, 26, 27, 28);
+        TREEWY_PRODUCT(48, 2, 24, 25, 26, 27, 28, 29);
     } else if constexpr (kCount == 64) {
-        TREEWY_PRODUCT(64, 3, 32, 33, 34, 35, 36);
+        TREEWY_PRODUCT(64, 3, 32, 33, 34, 35, 36, 37);
     } else if constexpr (kCount == 80) {
-        TREEWY_PRODUCT(80, 4, 40, 41, 42, 43, 44);
+        TREEWY_PRODUCT(80, 4, 40, 41, 42, 43, 44, 45);
     } else if constexpr (kCount == 96) {
-        TREEWY_PRODUCT(96, 5, 48, 49, 50, 51, 52);
+        TREEWY_PRODUCT(96, 5, 48, 49, 50, 51, 52, 53);
     } else if constexpr (kCount == 112) {
-        TREEWY_PRODUCT(112, 6, 56, 57, 58, 59, 60);
+        TREEWY_PRODUCT(112, 6, 56, 57, 58, 59, 60, 61);
     } else {
         static_assert(kCount == 128);
-        TREEWY_PRODUCT(128, 7, 64, 65, 66, 67, 68);
+        TREEWY_PRODUCT(128, 7, 64, 65, 66, 67, 68, 69);
     }
 #endif
 }
@@ -168,8 +167,7 @@ __device__ __forceinline__ void load_columns(uint32_t (&words)[4], const unsigne
                                              int step, int lane) {
     const int g = lane % 8, eighth = lane / 8 % 2, group = lane / 16;
     if constexpr (kColumns == Columns::kSwapped) {
-        load_matrices(words,
-                      rows + (8 * group + g) * kSwappedRow + 16 * ((2 * step + eighth) ^ g));
+        load_matrices(words, rows + (8 * group + g) * kSwappedRow + 16 * ((2 * step + eighth) ^ g));
     } else {
         load_matrices(words, rows + (2 * group + eighth) * kMatrix + 16 * g);
     }

@@ -102,12 +102,13 @@ struct Machine {
     uint32_t operands[2][kMaxThreads][6];
     bool vote[2] = {false, false};
     unsigned char* shared = nullptr;
-    bool warpgroups = false;  // whether the GPU of this launch has their products
+    int registers = 0;  // that threads raised beyond what others lowered
     uint64_t random = 0x9e3779b97f4a7c15u;
 };
 
 inline Machine machine;
 inline int multiprocessors = 132;
+inline bool warpgroups = true;        // whether the GPU has products of theirs
 inline const char* last_kernel = "";  // mangled name of the kernel launched last
 
 inline Fiber& fiber() { return *machine.fibers[machine.current]; }
@@ -244,6 +245,8 @@ inline void run_block(unsigned block) {
         if (!alive) break;
         if (!release()) die("some threads wait at a barrier that others do not reach");
     }
+    if (machine.registers > 0) die("threads raised their registers by more than others lowered");
+    machine.registers = 0;
     for (int id = 1; id < kBarriers; ++id) {
         if (machine.barriers[id].arrived > 0) die("threads said they were at a barrier", id);
     }
@@ -431,10 +434,17 @@ extern "C" __attribute__((used, visibility("default"))) inline void host_cuda_se
     host_cuda::multiprocessors = count;
 }
 
+// For tests of kernels that multiply by warpgroups: a GPU of 9.0, or one that has none.
+extern "C" __attribute__((used, visibility("default"))) inline void host_cuda_set_warpgroups(
+    int has_them) {
+    host_cuda::warpgroups = has_them != 0;
+}
+
 extern "C" inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
     *value = what == cudaDevAttrMaxSharedMemoryPerBlockOptin
                  ? static_cast<int>(host_cuda::kSharedBytes)
-                 : host_cuda::multiprocessors;
+             : what == cudaDevAttrComputeCapabilityMajor ? (host_cuda::warpgroups ? 9 : 8)
+                                                         : host_cuda::multiprocessors;
     return cudaSuccess;
 }
 extern "C" inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
@@ -458,6 +468,10 @@ inline void copy_async(void* shared, const void* global) {
     } else {
         fiber.copies.push_back({shared, global, fiber.copy_group});
     }
+}
+inline void copy_async_or_zero(void* shared, const void* global, bool real) {
+    static const unsigned char zeros[16] = {};
+    copy_async(shared, real ? global : zeros);
 }
 inline int32_t load_now(const int32_t* from) { return *from; }
 inline void commit_copies() { ++host_cuda::fiber().copy_group; }
@@ -539,17 +553,26 @@ inline void mma_half(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
 inline uint32_t shared_address(const void* at) {
     return static_cast<uint32_t>(static_cast<const unsigned char*>(at) - shared_memory());
 }
+constexpr int kLaunchRegisters = 128;  // of a thread, of kernels that share them out anew
+
 inline void open_products() {}
 inline void close_products() {}
 template <int kLater>
 void wait_products() {}
 inline void show_to_products() {}
+// The registers of a block are what it was launched with: who raises its own waits until others
+// have lowered theirs, here for what all of them come to in the end.
 template <int kCount>
-void lower_registers() {}
+void lower_registers() {
+    host_cuda::machine.registers -= kLaunchRegisters - kCount;
+}
 template <int kCount>
-void raise_registers() {}
+void raise_registers() {
+    host_cuda::machine.registers += kCount - kLaunchRegisters;
+}
 
-// The 4 bytes at `word` of 16-byte chunk `chunk` (of two) of column `column` that a descriptor says.
+// The 4 bytes at `word` of 16-byte chunk `chunk` (of two) of column `column` that a descriptor
+// says.
 inline uint32_t described_word(uint64_t columns, int column, int chunk, int word) {
     const uint32_t start = static_cast<uint32_t>(columns & 0x3fff) << 4;
     const uint32_t across = static_cast<uint32_t>(columns >> 16 & 0x3fff) << 4;
@@ -563,12 +586,13 @@ inline uint32_t described_word(uint64_t columns, int column, int chunk, int word
     return value;
 }
 // Of each warp by itself, and at once.
-template <int kCount, int kSums>
+template <int kCount, bool kFresh, int kSums>
 void start_product(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b) {
     static_assert(kCount / 2 <= kSums);
     const int g = host_cuda::lane() / 4, c = host_cuda::lane() % 4;
     for (int j = 0; j < kCount / 8; ++j) {
         float (&sum)[4] = *reinterpret_cast<float (*)[4]>(d + 4 * j);
+        if (kFresh) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
         host_cuda::mma(sum, {a[0], a[1], a[2], a[3], described_word(b, 8 * j + g, 0, c),
                              described_word(b, 8 * j + g, 1, c)});
     }
@@ -587,7 +611,6 @@ treewy_status launch(const char* name, void (*kernel)(Params), const Grid& grid,
     }
     Dl_info found{};
     const bool named = dladdr(reinterpret_cast<const void*>(kernel), &found) != 0;
-    host_cuda::machine.warpgroups = host_cuda::next_random() % 2 == 0;
     host_cuda::last_kernel = named && found.dli_sname != nullptr ? found.dli_sname : "";
     host_cuda::machine.blocks_x = static_cast<unsigned>(grid.x);
     host_cuda::run_grid(grid.x * grid.y, threads, shared, [&] { kernel(params); });
