@@ -24,7 +24,7 @@ WIDE, NARROW = Dims(1, 2, 128, 128), Dims(2, 2, 64, 64)
 
 def trees(machine):
     """Small, general and whole-matrix verification, both tiles, aligned and not."""
-    for nodes in (1, 5, 8, 11, 16, 23, 40, 70):
+    for nodes in (1, 5, 8, 11, 16, 23, 40, 61, 70):
         for dtype, state in ((BF16, BF16), (BF16, F32), (F16, F32)):
             case = TreeCase(nodes, WIDE, nodes, dtype=dtype, state_dtype=state, batch=2, pads=1)
             suite.check_verify(machine, case, pad=(8, 8))

@@ -65,6 +65,7 @@ __device__ __forceinline__ void copy_async_or_zero(void* shared, const void* glo
                  "r"(real ? 16 : 0)
                  : "memory");
 }
+
 __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
