@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tree verification of many heads by blocks that stay: 17 to 48 nodes without a history. The
+// Tree verification of many heads by blocks that stay: 17 nodes and more, without a history. The
 // equations are those of tree_verify_kernel.cuh, the algebra that of tree_verify_inverse.cuh, whose
 // T and M know nothing of the state. So a block takes 128 rows of V of one value head after the
 // other (a turn each), and its warps work on different ones at the same time:
 //
-//     two groups of warps: copies | paths, products | weights | T and M    turns i + 1, i + 2
+//     two groups of warps: copies, paths | norms | weights | T and M       turns i + 1, i + 2
 //     the rows' warps:     S_0 [K; Q]^T | R | U and o | stores             turn i
 //     copies of the state                                                  turns i + 1 ..
+//
+// The rows' products are those of warpgroups where there are such (warpgroup.cuh), with operands
+// that the groups leave as these take them (tree_verify_columns.cuh).
 //
 // The groups take every other turn each. What they make of one lies in a stage, of which there are
 // two or three; a stage is filled, read by the rows' warps, and filled again, by the other group
