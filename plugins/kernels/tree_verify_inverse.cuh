@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The inverse of a tree's whole matrix, for trees of up to three node blocks. The equations and the
+// The inverse of a tree's whole matrix, for trees of up to four node blocks. The equations and the
 // products are those of tree_verify_kernel.cuh; there U is solved block after block in the
 // registers of every warp. Here a few warps invert I - W once, by the same steps with the identity
 // in place of R, and what they get serves all rows of V:
 //
 //   U = R + (T - I) R, T = (I - W)^-1        o = S_0 part + M R, M = C T
 //
+// (With a float32 state U = T R, as R is the sum of its terms there, and need not be kept beside.)
 // T and M are of N^2, know nothing of the state, and lie where W and C were. Products of
 // (I - beta k k^T) are contractions, so that no entry of T exceeds 1, nor one of M K^-1/2.
 #pragma once
