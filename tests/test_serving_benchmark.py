@@ -471,9 +471,9 @@ def test_ratios_are_taken_round_by_round():
     # The median of the rounds against each rival, and of those the least: here chain 3's.
     (found,) = compare.auto_over_best(rows)
     assert (found.base["tree"], found.ratio, found.low) == ("3", 0.98, 0.98)
-    # A row of one round has no rounds to go by.
+    # Of a row that time ended in the first round, that round stands beside the others' first.
     (first, *others) = compare.over_snapshots(rows)
-    assert (first.ratio, first.rounds, len(others)) == (90 / 40, 1, 1)
+    assert (first.ratio, first.rounds, len(others)) == (100 / 40, 1, 1)
     (tree,) = compare.trees_over_chain(rows)
     assert (tree.row["tree"], tree.base["tree"], tree.ratio) == ("2,2,2", "3", 0.6)
     (goal,) = [g for g in goals.goals(rows) if "auto over" in g.name]
@@ -724,6 +724,14 @@ def test_engines_take_turns(ground, monkeypatch):
     assert all(r["output_tokens_per_second"] == 21 and r["engines"] == 2 for r in rows)
     assert [repeats.speeds(r) for r in rows] == [[20, 21, 22]] * 4
     assert made.run["left_out"] == []
+
+    # Rounds that time did not reach are told.
+    short = a_session(ground, 3)
+    seen.clear()
+    monkeypatch.setattr(short.clock, "has_time", lambda point: len(seen) < 4)
+    short.measure({site(p): [Arrivals(1)] for p in ("reconstruct", "deferred")})
+    names = [session.named(row) for row in short.run["rows"]]
+    assert short.run["left_out"] == [f"{names[0]}, rounds 3 to 3", f"{names[1]}, rounds 3 to 3"]
 
     # A point that fails is not tried again.
     seen.clear()

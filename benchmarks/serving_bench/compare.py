@@ -46,8 +46,7 @@ class Pair:
     @property
     def rounds(self) -> int:
         """Ratios that the median is of."""
-        ours, theirs = len(rounds_of(self.row)), len(rounds_of(self.base))
-        return ours if ours == theirs and self.same_run else 1
+        return min(len(rounds_of(x)) for x in (self.row, self.base)) if self.same_run else 1
 
 
 def pair(row: Row, base: Row) -> Pair:
@@ -71,11 +70,11 @@ def pair(row: Row, base: Row) -> Pair:
 
 
 def by_round(row: Row, base: Row, value: Callable[[Row], float]) -> list[float]:
-    """Ratios of a value, round by round where both have as many, else of the two rows."""
-    ours, theirs = rounds_of(row), rounds_of(base)
-    if len(ours) != len(theirs) or row.get("run") != base.get("run"):
-        ours, theirs = [row], [base]
-    return [value(mine) / value(other) for mine, other in zip(ours, theirs, strict=True)]
+    """Ratios of a value, round by round of one run, as many as both have; else of the two rows."""
+    if row.get("run") != base.get("run"):
+        return [value(row) / value(base)]
+    rounds = zip(rounds_of(row), rounds_of(base), strict=False)
+    return [value(mine) / value(other) for mine, other in rounds]
 
 
 def over(rows: Sequence[Row], policy: str, other: str) -> list[Pair]:

@@ -127,7 +127,7 @@ class Session:
                 for point in points[site]:
                     self._measure_once(point, engine, number, len(built))
         for wanted in points.values():
-            self._leave_out([point for point in wanted if point not in self._found])
+            self._leave_out(wanted)
         wait(self.ground.device)  # a step may be under way whose buffers go now
 
     def _build(self, site: Site, arrivals: Sequence[Arrivals]) -> Built | str:
@@ -185,8 +185,13 @@ class Session:
             return point.to_dict() | {"error": f"ran out of memory: {str(error)[:200]}"}
 
     def _leave_out(self, points: Sequence[Point]) -> None:
+        """Notes points, and rounds of points, that there was no time for."""
         for point in points:
-            self.run["left_out"].append(named(point.to_dict()))
+            found = self._found.get(point, [])
+            if len(found) == self.repeats or any("error" in row for row in found):
+                continue
+            rounds = f", rounds {len(found) + 1} to {self.repeats}" if found else ""
+            self.run["left_out"].append(named(point.to_dict()) + rounds)
             say(f"{self.run['left_out'][-1]}: left out, no time is left of --seconds")
         self.save()
 
