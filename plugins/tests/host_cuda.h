@@ -7,9 +7,9 @@
 // Made to find faults: blocks, and threads between two barriers, run in an order that changes all
 // the time, so that a missing barrier or a race between blocks shows as a wrong result; shared
 // memory starts as NaN or as junk and ends at a page that must not be touched; asynchronous copies
-// land at once or not before they are waited for; a barrier that not all threads reach, or that
-// some have been at in vain, stops the program. What it does not show: speed, and how memory orders
-// accesses.
+// and products of warpgroups land at once or not before they are waited for; a barrier that not all
+// threads reach, or that some have been at in vain, stops the program. What it does not show:
+// speed, and how memory orders accesses.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -62,9 +62,22 @@ struct Copy {
     int group;
 };
 
+// A product of a warpgroup that is under way, of a thread: as a copy. Its columns are read and its
+// sums written when it lands; its rows were read when it began, which is what the compiler sees to.
+struct Product {
+    float* sums;
+    float rows[2][16];
+    uint64_t columns;
+    int count;
+    bool fresh;
+    int group;
+};
+
 struct Fiber {
     std::vector<Copy> copies;
     int copy_group = 0;
+    std::vector<Product> products;
+    int product_group = 0;
     ucontext_t context;
     jmp_buf jump;
     std::vector<char> stack;
@@ -234,6 +247,7 @@ inline void run_block(unsigned block) {
     for (int t : order) {
         machine.fibers[t]->wait = Wait::kNone;
         machine.fibers[t]->copies.clear();
+        machine.fibers[t]->products.clear();
     }
     for (;;) {
         shuffle(&order);
@@ -352,6 +366,20 @@ inline void mma(float (&sum)[4], const uint32_t (&operands)[6]) {
             total += static_cast<double>(bfloat16_half(a, k)) * bfloat16_half(b, k);
         }
         sum[out] = static_cast<float>(total);
+    }
+}
+
+// Rows g and g + 8 of operand A, 16 elements each, of which the lanes of a group of four have four.
+inline void share_rows(const uint32_t (&a)[4], float (&rows)[2][16]) {
+    const int thread = machine.current, first = thread - lane() % 4;
+    Fiber& fiber = host_cuda::fiber();
+    auto& all = machine.operands[fiber.parity];
+    fiber.parity ^= 1;
+    std::memcpy(all[thread], a, sizeof(a));
+    yield(Wait::kWarp);
+    for (int i = 0; i < 32; ++i) {
+        const int row = i / 16, k = i % 16;
+        rows[row][k] = bfloat16_half(&all[first + k % 8 / 2][row + k / 8 * 2], k);
     }
 }
 
@@ -556,9 +584,7 @@ inline uint32_t shared_address(const void* at) {
 constexpr int kLaunchRegisters = 128;  // of a thread, of kernels that share them out anew
 
 inline void open_products() {}
-inline void close_products() {}
-template <int kLater>
-void wait_products() {}
+inline void close_products() { ++host_cuda::fiber().product_group; }
 inline void show_to_products() {}
 // The registers of a block are what it was launched with: who raises its own waits until others
 // have lowered theirs, here for what all of them come to in the end.
@@ -585,17 +611,43 @@ inline uint32_t described_word(uint64_t columns, int column, int chunk, int word
     std::memcpy(&value, shared_memory() + at + 4 * word, 4);
     return value;
 }
-// Of each warp by itself, and at once.
+inline void land(const host_cuda::Product& product) {
+    const int c = host_cuda::lane() % 4;
+    for (int i = 0; i < product.count / 2; ++i) {
+        const int column = i / 4 * 8 + 2 * c + i % 2;
+        double total = product.fresh ? 0.0f : product.sums[i];
+        for (int k = 0; k < 16; k += 2) {
+            const uint32_t pair = described_word(product.columns, column, k / 8, k % 8 / 2);
+            const float* row = product.rows[i / 2 % 2];
+            total += static_cast<double>(row[k]) * host_cuda::bfloat16_half(&pair, 0);
+            total += static_cast<double>(row[k + 1]) * host_cuda::bfloat16_half(&pair, 1);
+        }
+        product.sums[i] = static_cast<float>(total);
+    }
+}
+// Products of a thread land in order, those of all groups but the last kLater.
+template <int kLater>
+void wait_products() {
+    host_cuda::Fiber& fiber = host_cuda::fiber();
+    size_t landed = 0;
+    for (; landed < fiber.products.size(); ++landed) {
+        if (fiber.products[landed].group >= fiber.product_group - kLater) break;
+        land(fiber.products[landed]);
+    }
+    fiber.products.erase(fiber.products.begin(),
+                         fiber.products.begin() + static_cast<std::ptrdiff_t>(landed));
+}
+// Of each warp by itself.
 template <int kCount, bool kFresh, int kSums>
 void start_product(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b) {
     static_assert(kCount / 2 <= kSums);
-    const int g = host_cuda::lane() / 4, c = host_cuda::lane() % 4;
-    for (int j = 0; j < kCount / 8; ++j) {
-        float (&sum)[4] = *reinterpret_cast<float (*)[4]>(d + 4 * j);
-        if (kFresh) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
-        host_cuda::mma(sum, {a[0], a[1], a[2], a[3], described_word(b, 8 * j + g, 0, c),
-                             described_word(b, 8 * j + g, 1, c)});
-    }
+    host_cuda::Fiber& fiber = host_cuda::fiber();
+    host_cuda::Product product{d, {}, b, kCount, kFresh, fiber.product_group};
+    host_cuda::share_rows(a, product.rows);
+    fiber.products.push_back(product);
+    if (host_cuda::next_random() % 2 == 0) return;
+    for (const host_cuda::Product& one : fiber.products) land(one);
+    fiber.products.clear();
 }
 
 template <typename Params>
