@@ -112,7 +112,7 @@ inline constexpr size_t kSharedUnasked = 48 * 1024, kMostStatic = 18 * 1024;
 // The block's dynamic shared memory. Its address is kept in a register, from where it comes cheaper
 // than from the special registers that make it.
 __device__ __forceinline__ unsigned char* shared_memory() {
-    extern __shared__ __align__(1024) unsigned char treewy_shared[];
+    extern __shared__ __align__(16) unsigned char treewy_shared[];
     uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(treewy_shared));
     asm volatile("" : "+r"(base));
     return static_cast<unsigned char*>(__cvta_shared_to_generic(base));

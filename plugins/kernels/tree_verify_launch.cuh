@@ -73,14 +73,14 @@ template <typename Input, typename State, int kHalves>
 treewy_status launch_stream(const treewy_tree_verify_params& p, const VerifyPlan& plan,
                             treewy_stream stream) {
     using Types = StreamTypes<Input, State, kHalves>;
-    if constexpr (Types::kFits) {
+    if constexpr (Types::kFits && (Types::kProducts || Types::kNodeBlocks <= kMaxStream)) {
         const Grid all = grid_of<Types>(p);
         const int64_t blocks = std::min(all.x * all.y, int64_t{plan.multiprocessors});
         return launch_kernel<Types>(tree_verify_stream_kernel<Types>, p, plan, plan.layout,
                                     Grid(blocks), stream);
     } else {
-        return fail(TREEWY_UNSUPPORTED, "%s: %d nodes leave no room for a state", kVerifyName,
-                    p.tree.max_nodes);  // `streams` has said so
+        return fail(TREEWY_UNSUPPORTED, "%s: blocks that stay do not take %d nodes", kVerifyName,
+                    p.tree.max_nodes);  // as `streams` has said
     }
 }
 

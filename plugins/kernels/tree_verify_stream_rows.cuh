@@ -403,7 +403,7 @@ __device__ __forceinline__ void start_turn(const Shared& shared, unsigned char* 
 template <typename Types>
 __device__ __forceinline__ void verify_turns(const VerifyArgs& args, int warp, int lane) {
     raise_registers<Types::kRowRegisters>();
-    unsigned char* const ring = shared_memory() + warp * Types::kWarpPartBytes;
+    unsigned char* const ring = column_memory() + warp * Types::kWarpPartBytes;
     StateCopies<Types> copies;
     copies.start(args);
     for (int place = 0; place < Types::kPlaces; ++place) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "tree_verify_steps.cuh"
+#include "warpgroup.cuh"
 
 namespace treewy {
 
@@ -86,7 +87,7 @@ template <typename Types>
 __device__ __forceinline__ Shared place_stage(int stage) {
     constexpr VerifyLayout kLayout = Types::kStream.stage;
     return place_shared(
-        kLayout, shared_memory() + Types::kStream.first_stage + stage * Types::kStream.stage_bytes);
+        kLayout, column_memory() + Types::kStream.first_stage + stage * Types::kStream.stage_bytes);
 }
 
 // The heads of all rows of the batch, every gridDim.x-th of which is a block's.

@@ -50,7 +50,19 @@ __device__ __forceinline__ uint64_t describe(const unsigned char* at) {
     return uint64_t{kDown | kSwapped << 30} << 32 | low;
 }
 
-#if !defined(TREEWY_ON_HOST)
+#if defined(TREEWY_ON_HOST)
+
+inline unsigned char* column_memory() { return shared_memory(); }
+
+#else
+
+// As shared_memory, where columns that lie swapped may begin.
+__device__ __forceinline__ unsigned char* column_memory() {
+    extern __shared__ __align__(1024) unsigned char treewy_columns[];
+    uint32_t base = shared_address(treewy_columns);
+    asm volatile("" : "+r"(base));
+    return static_cast<unsigned char*>(__cvta_shared_to_generic(base));
+}
 
 // Products may begin: registers and shared memory are as this thread has written them.
 __device__ __forceinline__ void open_products() {
