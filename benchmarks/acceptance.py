@@ -19,17 +19,28 @@ import torch
 from trtllm_treewy import LLM, AcceptanceStats, SamplingParams, __version__
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def dynamic(nodes: int, levels: int) -> dict:
+    """Trees of so many nodes, grown where the drafter is sure."""
+    return {
+        "use_dynamic_tree": True,
+        "max_total_draft_tokens": nodes - 1,
+        "max_draft_len": levels,
+        "dynamic_tree_max_topK": 4,
+    }
+
+
+# Of 4, 15 and 40 nodes, the root counted.
 TREES: dict[str, dict | None] = {
     "plain": None,
     "chain of 3": {"draft_tree_widths": [1, 1, 1]},
+    "dynamic, 4 nodes": dynamic(4, 3),
+    "chain of 14": {"draft_tree_widths": [1] * 14},
     "(2,2,2)": {"draft_tree_widths": [2, 2, 2]},
+    "dynamic, 15 nodes": dynamic(15, 5),
     "(3,3,3)": {"draft_tree_widths": [3, 3, 3]},
-    "dynamic, 15 nodes": {
-        "use_dynamic_tree": True,
-        "max_total_draft_tokens": 14,
-        "max_draft_len": 5,
-        "dynamic_tree_max_topK": 4,
-    },
+    "dynamic, 40 nodes": dynamic(40, 8),
 }
 
 
