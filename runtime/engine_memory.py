@@ -85,7 +85,7 @@ class EngineMemory:
             policy=settings.speculation.state_commit,
             weights=0,
             max_batch_size=settings.max_batch_size,
-            max_auto_batch=min(settings.max_auto_batch_size, settings.max_num_tokens),
+            max_auto_batch=settings.largest_auto_batch,
             kv_tokens=cache.max_tokens,
             prefix_cache=cache.enable_block_reuse,
             checkpoints=cache.max_checkpoints,

@@ -54,10 +54,15 @@ class EngineSettings:
             )
 
     @property
+    def largest_auto_batch(self) -> int:
+        """Most sequences at once where memory is no limit, and none were asked for."""
+        # Every sequence has a token in each step.
+        return min(self.max_auto_batch_size, self.max_num_tokens)
+
+    @property
     def largest_batch(self) -> int:
         """Most sequences at once: as asked for, or where memory is no limit."""
-        # Every sequence has a token in each step.
-        return self.max_batch_size or min(self.max_auto_batch_size, self.max_num_tokens)
+        return self.max_batch_size or self.largest_auto_batch
 
     @property
     def state_dtype(self) -> torch.dtype:

@@ -18,7 +18,6 @@ from .llm_settings import (
     DEFAULT_GRAPHS,
     check_batch_wait,
     check_load_format,
-    check_ranks,
     refuse_others,
     warn_of_graphs,
     warn_of_law,
@@ -127,7 +126,7 @@ class LLM:
         **others: Any,
     ) -> None:
         refuse_others(others, _names_of_settings())
-        check_ranks(tensor_parallel_size)
+        check_limit("tensor_parallel_size", tensor_parallel_size)
         check_limit("max_num_tokens", max_num_tokens)
         check_batch_wait(batch_wait_timeout_iters, batch_wait_max_tokens_ratio)
         check_load_format(load_format)

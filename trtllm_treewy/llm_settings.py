@@ -52,12 +52,6 @@ def refuse_others(settings: Mapping[str, Any], known: Sequence[str]) -> None:
             raise ValueError(f"{name}={value!r} is not supported in this version, only {accepted}")
 
 
-def check_ranks(size: Any) -> None:
-    """Raises ValueError unless `size` is a number of ranks."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"tensor_parallel_size must be an integer >= 1, got {size!r}")
-
-
 def check_load_format(load_format: Any) -> None:
     """Raises ValueError unless weights can be had in that way."""
     if load_format not in ("auto", "dummy"):
