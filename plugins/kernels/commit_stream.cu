@@ -200,9 +200,7 @@ __device__ __forceinline__ void prefetch_head(const StreamParams& params, int ro
     const Item at = find_item(params.update.cut, head);
     const State* from = static_cast<const State*>(pool.data) + at.layer * pool.layer_stride +
                         slot * pool.slot_stride + int64_t{at.head} * pool.value_dim * pool.key_dim;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)),
-                 "r"(min(whole, static_cast<uint32_t>(Ring<Tile>::kBytes)))
-                 : "memory");
+    prefetch_to_l2(from, min(whole, static_cast<uint32_t>(Ring<Tile>::kBytes)));
 #endif
 }
 

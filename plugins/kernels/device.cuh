@@ -130,6 +130,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* at) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
 
+// Asks L2 for `bytes` bytes, a multiple of 16, on GPUs that can be asked so (sm_90 and later).
+__device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)),
+                 "r"(bytes)
+                 : "memory");
+#endif
+}
+
 // Lets a kernel have `shared` bytes of dynamic shared memory: once and for all the most that the
 // device gives, so that threads that launch it with other sizes do not undo each other's.
 inline treewy_status allow_shared(const char* name, const void* kernel, size_t shared) {

@@ -89,16 +89,9 @@ struct PairWeights {
         float x[8];
         invert_column(dense + half * 64, column, x);
         if (lane >= 16) return;
-#pragma unroll
-        for (int t = 0; t < 8; ++t) {
-            uint32_t terms[kTerms];
-            split(x[t], 0.0f, terms);
-#pragma unroll
-            for (int term = 0; term < kTerms; ++term) {
-                reinterpret_cast<unsigned short*>(word(term, half, half, t, 0))[column] =
-                    static_cast<unsigned short>(terms[term]);
-            }
-        }
+        store_column<kTerms>(x, [&](int term, int t) {
+            return reinterpret_cast<unsigned short*>(word(term, half, half, t, 0)) + column;
+        });
     }
     // Of a tile whose rows are the columns of e and whose nodes are those of d: its transpose.
     __device__ __forceinline__ void store_transposed(const Tile<1>& tile, int lane) const {

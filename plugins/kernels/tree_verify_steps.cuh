@@ -112,9 +112,7 @@ __device__ __forceinline__ void prefetch_state(const treewy_tree_verify_params& 
     if (!is_live_slot(slot, p.tree.num_slots)) return;
     const State* from = static_cast<const State*>(p.state.data) + slot * p.state.slot_stride +
                         (int64_t{work.head} * p.state.value_dim + work.first_row) * Types::kKeyDim;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)),
-                 "r"(kBytes)
-                 : "memory");
+    prefetch_to_l2(from, kBytes);
 #endif
 }
 

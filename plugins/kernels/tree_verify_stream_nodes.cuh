@@ -119,6 +119,7 @@ __device__ __forceinline__ void couple_turn(const Shared& shared, const GroupPla
         const NodePair pair = nth_pair<Types>(n);
         weigh_nodes<Types>(shared, pair.h, pair.b, at.lane);
     }
+    sync_at<Types::kGroupThreads>(kGroupBarrier + at.group);
 }
 
 // Begins turn `i` of the block: its stage is waited for, then copied to.
@@ -164,7 +165,6 @@ __device__ __forceinline__ void prepare_turns(const VerifyArgs& args, const Grou
         if (i + Types::kGroups < count) inputs.load(args, work, at.warp, at.lane);
         wait_copies<1>();  // all but the values
         couple_turn<Types>(shared, at);
-        sync_at<Types::kGroupThreads>(kGroupBarrier + at.group);
         if (at.warp < Types::kNodeBlocks)
             invert_tree<Types>(shared, nodes, at.warp, at.lane, kInvertBarrier + at.group);
         wait_copies<0>();

@@ -296,6 +296,19 @@ __device__ __forceinline__ void invert_column(const float* w, int column, float 
     }
 }
 
+// The terms of such a column, each to the 16 bits that `place(term, row)` gives.
+template <int kTerms, typename Place>
+__device__ __forceinline__ void store_column(const float (&x)[8], const Place& place) {
+#pragma unroll
+    for (int t = 0; t < 8; ++t) {
+        uint32_t terms[kTerms];
+        split(x[t], 0.0f, terms);
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term)
+            *place(term, t) = static_cast<unsigned short>(terms[term]);
+    }
+}
+
 // The same of kHalves at once, `dense`, to the block's own place: lane 8 half + j has column j.
 template <int kTerms, int kHalves = 2>
 __device__ __forceinline__ void invert(uint4* place, const float* dense, int lane) {
@@ -305,17 +318,9 @@ __device__ __forceinline__ void invert(uint4* place, const float* dense, int lan
     if (lane >= 8 * kHalves) return;
     // Row 8 half + t, column 8 half + 2 c + e: half e of word 3 half of lane 4 t + c.
     uint32_t* words = reinterpret_cast<uint32_t*>(place) + 3 * half + column / 2 * 4;
-#pragma unroll
-    for (int t = 0; t < 8; ++t) {
-        uint32_t terms[kTerms];
-        split(x[t], 0.0f, terms);
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-            uint32_t* word = words + (term * kWarp + 4 * t) * 4;
-            reinterpret_cast<unsigned short*>(word)[column % 2] =
-                static_cast<unsigned short>(terms[term]);
-        }
-    }
+    store_column<kTerms>(x, [&](int term, int t) {
+        return reinterpret_cast<unsigned short*>(words + (term * kWarp + 4 * t) * 4) + column % 2;
+    });
 }
 
 // Columns j of `to` += weights applied to the 8 nodes `half` of `nodes`: words `word` of the
