@@ -147,7 +147,7 @@ def few_multiprocessors(host_library, request):
 
 @pytest.mark.parametrize("index", range(6))
 def test_verify_by_blocks_that_take_head_after_head(host, host_library, few_multiprocessors, index):
-    """The kernel of 17 to 48 nodes, which takes the wide tile: more turns than stages."""
+    """The kernel of blocks that stay, which takes the wide tile: more turns than stages."""
     nodes = (17, 33, 48, 41, 40, 32)[index]
     case = TreeCase(
         nodes, Dims(1, 1 + index % 2, 128, (128, 256)[index % 3 == 1]), nodes,
@@ -159,6 +159,28 @@ def test_verify_by_blocks_that_take_head_after_head(host, host_library, few_mult
         suite.check_verify(host, case, pad=((0, 0), (8, 8))[index % 2])
         assert "stream" in kernel_name(host_library)
         suite.check_verify_poison(host, case, (float("nan"), float("inf"))[index % 2])
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_verify_by_blocks_whose_stages_are_filled_ahead(host, host_library, index):
+    """Few nodes: other warps copy and follow paths; more turns than stages."""
+    case = TreeCase(
+        index, Dims(1, 1 + index % 2, 128, (128, 256)[index % 3 == 1]), (9, 16, 24, 31, 32)[index],
+        dtype=BF16, state_dtype=(F32, F32, BF16, BF16, BF16)[index],
+        decay=DECAYS[index % len(DECAYS)], shape=("random", "chain", "levels")[index % 3],
+        batch=(9, 3, 8, 4, 8)[index], slots=12, pads=index % 2,
+    )  # fmt: skip
+    host_library._library.host_cuda_set_multiprocessors(2)
+    try:
+        with suite.verify_tile(host_library, 2):
+            suite.check_verify(host, case, pad=((0, 0), (8, 8))[index % 2])
+            assert "stream" in kernel_name(host_library)
+            assert "Lb1E" in kernel_name(host_library)  # kAhead
+            suite.check_verify_poison(host, case, (float("nan"), float("inf"))[index % 2])
+            if case.nodes > 9:
+                suite.check_verify_of_odd_rows(host, case)
+    finally:
+        host_library._library.host_cuda_set_multiprocessors(132)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 3, 5])
@@ -181,15 +203,17 @@ def test_verify_by_blocks_of_any_count_of_turns(host, host_library, multiprocess
         host_library._library.host_cuda_set_multiprocessors(132)
 
 
-def test_groups_do_not_meet_at_each_others_barriers(host, host_library):
-    """Three stages and two groups, each of whose warps is late once in a while."""
+@pytest.mark.parametrize("state_dtype", [F32, BF16], ids=str)
+def test_groups_do_not_meet_at_each_others_barriers(host, host_library, state_dtype):
+    """Three stages and two groups, or four filled ahead; each warp is late once in a while."""
     host_library._library.host_cuda_set_multiprocessors(1)
     try:
         with suite.verify_tile(host_library, 2):
             for seed in range(12):
                 case = TreeCase(
-                    seed, Dims(1, 1, 128, 128), 17, dtype=BF16, state_dtype=BF16, batch=12, slots=14
-                )
+                    seed, Dims(1, 1, 128, 128), 17, dtype=BF16, state_dtype=state_dtype, batch=12,
+                    slots=14,
+                )  # fmt: skip
                 suite.check_verify(host, case)
     finally:
         host_library._library.host_cuda_set_multiprocessors(132)

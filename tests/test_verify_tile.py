@@ -106,7 +106,9 @@ def test_which_trees_are_for_blocks_that_stay(ask):
     taken = [stream(17), stream(48), stream(48, value_dim=256)]
     taken += [stream(17, state_bytes=2), stream(48, state_bytes=2)]
     more = [stream(49), stream(56), stream(49, state_bytes=2), stream(64, state_bytes=2)]
-    left = [stream(16), stream(65, state_bytes=2), stream(40, input_bytes=4)]
+    more += [stream(n, state_bytes=x) for n in (9, 16) for x in (2, 4)]
+    left = [stream(8), stream(8, state_bytes=2), stream(65, state_bytes=2)]
+    left += [stream(40, input_bytes=4)]
     left += [stream(40, history=8), stream(40, key_dim=64), stream(40, value_dim=64)]
     left += [stream(64)]  # no room for a float32 state
     for warpgroups in (0, 1):
@@ -119,26 +121,37 @@ def test_which_trees_are_for_blocks_that_stay(ask):
 
 def test_blocks_stay_where_each_has_some_heads(ask):
     counts = (131, 132, 527, 528)
-    for state_bytes, enough in ((4, [0, 1, 1, 1]), (2, [0, 0, 0, 1])):
-        shape = f"VerifyShape{stream(40, state_bytes=state_bytes)}"
+    late = [0, 0, 0, 1]
+    for state_bytes, nodes, enough in ((4, 40, [0, 1, 1, 1]), (4, 16, late), (2, 40, late)):
+        shape = f"VerifyShape{stream(nodes, state_bytes=state_bytes)}"
         asked = (f"enough_turns({shape}, {n}, {H200_MULTIPROCESSORS})" for n in counts)
         assert ask(*asked) == enough
 
 
+def test_which_stages_are_filled_ahead(ask):
+    """Of few nodes, where there are products of warpgroups."""
+    cases = [((9, 2), 1), ((32, 2), 1), ((33, 2), 0), ((9, 4), 1), ((16, 4), 1), ((17, 4), 0)]
+    for (nodes, state_bytes), ahead in cases:
+        shape = f"VerifyShape{stream(nodes, state_bytes=state_bytes)}"
+        assert ask(f"fills_ahead({shape}, true)", f"fills_ahead({shape}, false)") == [ahead, 0]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("state_bytes", [2, 4])
-@pytest.mark.parametrize("nodes", [17, 32, 33, 48, 56])
-def test_the_memory_of_blocks_that_stay(ask, nodes, state_bytes):
+@pytest.mark.parametrize("nodes", [9, 17, 32, 33, 48, 56])
+def test_the_memory_of_blocks_that_stay(ask, nodes, state_bytes, ahead):
     """Places for whole states, a stage for either group at least, and no more than a block has."""
-    shape = f"VerifyShape{stream(nodes, state_bytes=state_bytes)}"
+    shape, flag = f"VerifyShape{stream(nodes, state_bytes=state_bytes)}", str(ahead).lower()
     names = ("places", "stages", "first_stage", "stage_bytes", "total")
-    places, stages, first, size, total = ask(*(f"stream_layout({shape}).{x}" for x in names))
+    layout = f"stream_layout({shape}, {flag})"
+    places, stages, first, size, total = ask(*(f"{layout}.{x}" for x in names))
     assert places > 0
     assert places % state_bytes == 0  # parts of a state
-    assert stages in (2, 3)
+    assert stages in ((2, 4) if ahead else (2, 3))
     assert first == places * 128 * 128
     assert total == first + stages * size <= H200_BLOCK
-    (taken,) = ask(f"choose_layout({shape}, {ROWS_128}, true, true, {H200_BLOCK}).total")
-    assert taken == total
+    chosen = f"choose_layout({shape}, {ROWS_128}, true, true, {H200_BLOCK}, {flag})"
+    assert ask(f"{chosen}.total", f"{chosen}.ahead") == [total, int(ahead)]
 
 
 def test_what_has_no_wide_tile_takes_the_narrow_one(ask):

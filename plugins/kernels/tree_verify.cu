@@ -231,8 +231,8 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
     }
     // The only one for what is not aligned.
     if (!all_aligned(p, tile)) tile = TREEWY_VERIFY_ROWS_64;
-    VerifyLayout layout =
-        choose_layout(shape, tile, stays, all_aligned(p, tile), device.shared_bytes);
+    VerifyLayout layout = choose_layout(shape, tile, stays, all_aligned(p, tile),
+                                        device.shared_bytes, fills_ahead(shape, warpgroups));
     if (layout.total > device.shared_bytes && p.tile == TREEWY_VERIFY_AUTO) {
         tile = TREEWY_VERIFY_ROWS_64;
         layout = choose_layout(shape, tile, stays, all_aligned(p, tile), device.shared_bytes);

@@ -90,44 +90,63 @@ __device__ __forceinline__ void measure_nodes(const Shared& shared, int h, int l
     shared.query_norm[8 * h + g] = inverse_norm(query, key_scale<Types::kKeyDim>());
 }
 
-// W and C of 8 nodes with the 16 of block b, zero where none of them has an ancestor there. By a
-// warp.
+// W and C of 8 nodes with 16 others, as a lane has their products.
+struct PairCoefficients {
+    float w[2][2];
+    float c[2][2];
+};
+
+// Of the nodes 8 h .. with those of block b, from their products.
 template <typename Types>
-__device__ __forceinline__ void weigh_nodes(const Shared& shared, int h, int b, int lane) {
-    const int g = lane / 4, c = lane % 4, t = 8 * h + g;
-    const PairWeights<Types> solving(shared, h / 2, b, 0), reading(shared, h / 2, b, 1);
-    float w[2][2] = {}, out[2][2] = {};
-    if (h < Types::kHalves && is_related(shared, h / 2, b)) {
-        const PairProducts products = multiply_nodes<Types>(shared, h, b, lane);
-        const float2 to = shared.path_sum[t];
-        const float key = -shared.beta[t] * shared.key_norm[t], query = shared.query_norm[t];
-        const uint32_t mask =
-            shared.ancestors[t * shared.mask_words + b / 2] >> (b % 2 * kNodeBlock + 2 * c);
+__device__ __forceinline__ PairCoefficients weigh_products(const Shared& shared, int h, int b,
+                                                           const PairProducts& products, int lane) {
+    const int t = 8 * h + lane / 4, first = b * kNodeBlock + 2 * (lane % 4);
+    const float2 to = shared.path_sum[t];
+    const float key = -shared.beta[t] * shared.key_norm[t], query = shared.query_norm[t];
+    const uint32_t mask = shared.ancestors[t * shared.mask_words + first / 32] >> (first % 32);
+    PairCoefficients pair;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int i = b * kNodeBlock + 8 * half + 2 * c;
-            const float4 from = *reinterpret_cast<const float4*>(shared.path_sum + i);
-            const float2 norm = *reinterpret_cast<const float2*>(shared.key_norm + i);
-            const float decay[2] = {norm.x * decay_between(to, make_float2(from.x, from.y)),
-                                    norm.y * decay_between(to, make_float2(from.z, from.w))};
+    for (int half = 0; half < 2; ++half) {
+        const int i = first + 8 * half;
+        const float4 from = *reinterpret_cast<const float4*>(shared.path_sum + i);
+        const float2 norm = *reinterpret_cast<const float2*>(shared.key_norm + i);
+        const float decay[2] = {norm.x * decay_between(to, make_float2(from.x, from.y)),
+                                norm.y * decay_between(to, make_float2(from.z, from.w))};
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const bool above = (mask >> (8 * half + e) & 1u) != 0;
-                w[half][e] = above && t != i + e ? key * decay[e] * products.x[half][e] : 0.0f;
-                out[half][e] = above ? query * decay[e] * products.x[half][2 + e] : 0.0f;
-            }
+        for (int e = 0; e < 2; ++e) {
+            const bool above = (mask >> (8 * half + e) & 1u) != 0;
+            pair.w[half][e] = above && t != i + e ? key * decay[e] * products.x[half][e] : 0.0f;
+            pair.c[half][e] = above ? query * decay[e] * products.x[half][2 + e] : 0.0f;
         }
     }
+    return pair;
+}
+
+// Stores them; W within 8 nodes is inverted first.
+template <typename Types>
+__device__ __forceinline__ void store_pair(const Shared& shared, int h, int b,
+                                           const PairCoefficients& pair, int lane) {
+    const PairWeights<Types> solving(shared, h / 2, b, 0), reading(shared, h / 2, b, 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (h == 2 * b + half) {
-            float* dense = shared.dense + 64 * h + 8 * g + 2 * c;
-            *reinterpret_cast<float2*>(dense) = make_float2(w[half][0], w[half][1]);
+            float* dense = shared.dense + 64 * h + 8 * (lane / 4) + 2 * (lane % 4);
+            *reinterpret_cast<float2*>(dense) = make_float2(pair.w[half][0], pair.w[half][1]);
         } else {
-            solving.store(h % 2, half, w[half][0], w[half][1], lane);
+            solving.store(h % 2, half, pair.w[half][0], pair.w[half][1], lane);
         }
-        reading.store(h % 2, half, out[half][0], out[half][1], lane);
+        reading.store(h % 2, half, pair.c[half][0], pair.c[half][1], lane);
     }
+}
+
+// W and C of the nodes 8 h .. with those of block b, by a warp; zero where none of them has an
+// ancestor there.
+template <typename Types>
+__device__ __forceinline__ void weigh_nodes(const Shared& shared, int h, int b, int lane) {
+    PairCoefficients pair{};
+    if (h < Types::kHalves && is_related(shared, h / 2, b))
+        pair = weigh_products<Types>(shared, h, b, multiply_nodes<Types>(shared, h, b, lane), lane);
+    store_pair<Types>(shared, h, b, pair, lane);
 }
 
 // Row r = 2 g + half is 1 at node r, else 0.
@@ -153,12 +172,13 @@ __device__ __forceinline__ void invert_tree(const Shared& shared, int nodes, int
                                             int barrier) {
     constexpr int kTerms = Types::kWeightTerms, kBlocks = Types::kNodeBlocks;
     constexpr bool kApart = Types::kSumApart;
-    PairWeights<Types>(shared, e, e, 0).invert(shared.dense + e * 128, lane);
+    const bool any = e < kBlocks;
+    if (any) PairWeights<Types>(shared, e, e, 0).invert(shared.dense + e * 128, lane);
     sync_at<Types::kInvertThreads>(barrier);
     TileTerms<kTerms, 1> known[kBlocks];
 #pragma unroll
     for (int d = 0; d < kBlocks; ++d) {
-        const bool mine = d >= e && (d == e || is_related(shared, d, e));
+        const bool mine = any && d >= e && (d == e || is_related(shared, d, e));
         Tile<1> inverse = d == e ? identity_tile(lane) : zero_tile<1>(), read = zero_tile<1>();
         if (mine) {
             uint4 words[kTerms];

@@ -69,11 +69,12 @@ treewy_status launch_small(const treewy_tree_verify_params& p, const VerifyPlan&
 }
 
 // A block a multiprocessor, where there is so much to do.
-template <typename Input, typename State, int kHalves>
+template <typename Input, typename State, int kHalves, bool kAhead = false>
 treewy_status launch_stream(const treewy_tree_verify_params& p, const VerifyPlan& plan,
                             treewy_stream stream) {
-    using Types = StreamTypes<Input, State, kHalves>;
-    if constexpr (Types::kFits && (Types::kProducts || Types::kNodeBlocks <= kMaxStream)) {
+    using Types = StreamTypes<Input, State, kHalves, kAhead>;
+    if constexpr (Types::kFits && (kAhead ? Types::kProducts
+                                          : Types::kProducts || Types::kNodeBlocks <= kMaxStream)) {
         const Grid all = grid_of<Types>(p);
         const int64_t blocks = std::min(all.x * all.y, int64_t{plan.multiprocessors});
         return launch_kernel<Types>(tree_verify_stream_kernel<Types>, p, plan, plan.layout,
@@ -84,9 +85,21 @@ treewy_status launch_stream(const treewy_tree_verify_params& p, const VerifyPlan
     }
 }
 
+// The same with warps that fill stages ahead.
+template <typename Input, typename State>
+treewy_status launch_ahead(const treewy_tree_verify_params& p, const VerifyPlan& plan,
+                           treewy_stream stream) {
+    if constexpr (sizeof(State) == 2) {
+        if (p.tree.max_nodes > 24) return launch_stream<Input, State, 4, true>(p, plan, stream);
+        if (p.tree.max_nodes > 16) return launch_stream<Input, State, 3, true>(p, plan, stream);
+    }
+    return launch_stream<Input, State, 2, true>(p, plan, stream);
+}
+
 template <typename Input, typename State>
 treewy_status launch_streams(const treewy_tree_verify_params& p, const VerifyPlan& plan,
                              treewy_stream stream) {
+    if (plan.layout.ahead) return launch_ahead<Input, State>(p, plan, stream);
     switch ((p.tree.max_nodes + 7) / 8) {
         case 3:
             return launch_stream<Input, State, 3>(p, plan, stream);

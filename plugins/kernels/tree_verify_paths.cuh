@@ -188,36 +188,46 @@ __device__ __forceinline__ PathTable<Types::kMaskWords> path_table(const VerifyA
 template <typename Types>
 using Paths = PathEnd<Types::kMaskWords>[Types::kNodesPerHelper];
 
-// Gates of all nodes, and each of these as a path of its own. A parent that is not before its node
-// counts as none.
+// A node as a path of its own, its log decay stored; `beta`: its other gate. A parent that is not
+// before its node counts as none.
+template <int kWords>
+__device__ __forceinline__ PathEnd<kWords> open_path(const VerifyArgs& args, const VerifyWork& work,
+                                                     const NodeInputs& inputs, float A_log,
+                                                     float dt_bias, int node, float& beta) {
+    const treewy_tree_verify_params& p = args.params;
+    const bool real = node < work.nodes;
+    const float g = real ? log_decay(gate_value(inputs.a, p.gate_dtype), A_log, dt_bias) : 0.0f;
+    const float b = gate_value(inputs.b, p.gate_dtype);
+    beta = real ? 1.0f / (1.0f + expf(-b)) : 0.0f;
+    if (work.first_tile && p.g != nullptr && node < p.tree.max_nodes) {
+        p.g[work.row * p.g_stride[0] + node * p.g_stride[1] + work.head] = g;
+    }
+    PathEnd<kWords> path;
+    path.sum = static_cast<double>(g) * kLog2E;
+    path.jump = real && inputs.parent >= 0 && inputs.parent < node ? inputs.parent : -1;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word)
+        path.mask[word] = word == node / 32 ? 1u << (node % 32) : 0u;
+    return path;
+}
+
+// All nodes so, and in the table.
 template <typename Types>
 __device__ __forceinline__ void open_paths(const VerifyArgs& args, const Shared& shared,
                                            const VerifyWork& work,
                                            const NodeInputs (&inputs)[Types::kNodesPerHelper],
                                            float A_log, float dt_bias, int thread,
                                            Paths<Types>& paths) {
-    const treewy_tree_verify_params& p = args.params;
     const int nodes = node_blocks<Types>(args) * kNodeBlock;
     const auto table = path_table<Types>(args, shared);
 #pragma unroll
     for (int i = 0; i < Types::kNodesPerHelper; ++i) {
-        const int node = Types::kHelperThreads * i + thread, parent = inputs[i].parent;
-        const bool real = node < work.nodes;
-        const float g =
-            real ? log_decay(gate_value(inputs[i].a, p.gate_dtype), A_log, dt_bias) : 0.0f;
-        const float b = gate_value(inputs[i].b, p.gate_dtype);
-        paths[i].sum = static_cast<double>(g) * kLog2E;
-        paths[i].jump = real && parent >= 0 && parent < node ? parent : -1;
-#pragma unroll
-        for (int word = 0; word < Types::kMaskWords; ++word) {
-            paths[i].mask[word] = word == node / 32 ? 1u << (node % 32) : 0u;
-        }
+        const int node = Types::kHelperThreads * i + thread;
+        float beta;
+        paths[i] = open_path<Types::kMaskWords>(args, work, inputs[i], A_log, dt_bias, node, beta);
         if (node >= nodes) continue;
         table.write(node, paths[i]);
-        shared.beta[node] = real ? 1.0f / (1.0f + expf(-b)) : 0.0f;
-        if (work.first_tile && p.g != nullptr && node < p.tree.max_nodes) {
-            p.g[work.row * p.g_stride[0] + node * p.g_stride[1] + work.head] = g;
-        }
+        shared.beta[node] = beta;
     }
 }
 

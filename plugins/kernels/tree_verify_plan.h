@@ -23,7 +23,8 @@ inline constexpr int kStreamRows = 128;           // of V of a block
 inline constexpr int kStreamShared = 227 * 1024;  // bytes of shared memory of its block, at most
 inline constexpr int kEightRows = 1024;           // bytes of 8 nodes' halves of keys in a stage
 inline constexpr int kMaxStages = 3;
-inline constexpr int kMaxPlaces = 8;  // of the ring of parts
+inline constexpr int kMaxStagesAhead = 4;  // where warps of their own fill them ahead
+inline constexpr int kMaxPlaces = 8;       // of the ring of parts
 
 // What the shared memory of a block depends on.
 struct VerifyShape {
@@ -71,6 +72,7 @@ struct VerifyLayout {
     int history_blocks;
     int group;  // node blocks
     bool stream;
+    bool ahead;  // of a stream: with warps that fill its stages ahead
     bool short_history;
     int total;
 };
@@ -111,11 +113,12 @@ inline int choose_tile(const VerifyShape& shape, int input_terms, bool stream, i
     return blocks >= multiprocessors ? kWide : TREEWY_VERIFY_ROWS_64;
 }
 
-// Whether there are heads enough for blocks that stay: with a bfloat16 state other blocks are
-// faster until each has some.
+// Whether there are heads enough for blocks that stay: with a bfloat16 state or few nodes other
+// blocks are faster until each has some.
 inline bool enough_turns(const VerifyShape& shape, int64_t batch_heads, int multiprocessors) {
     const int64_t turns = batch_heads * (shape.value_dim / kStreamRows);
-    return turns >= int64_t{multiprocessors} * (shape.state_bytes == 4 ? 1 : 4);
+    const bool few = shape.state_bytes == 4 && shape.max_nodes > kNodeBlock;
+    return turns >= int64_t{multiprocessors} * (few ? 1 : 4);
 }
 
 // Pairs (node block of a group, block before it or itself), history blocks counted.
@@ -235,15 +238,16 @@ inline constexpr VerifyLayout stage_layout(const VerifyShape& shape) {
     return at;
 }
 
-// Three stages where they leave room for a state, else two; whole states.
-inline constexpr StreamLayout stream_layout(const VerifyShape& shape) {
+// Three stages (four where warps of their own fill them ahead) where they leave room for a state,
+// else two; whole states.
+inline constexpr StreamLayout stream_layout(const VerifyShape& shape, bool ahead = false) {
     constexpr int kPlaceBytes = kStreamRows * kPartRowBytes;
     StreamLayout at{};
     at.stage = stage_layout(shape);
     at.stage_bytes = ceil_blocks(at.stage.total, kEightRows) * kEightRows;
     const int parts = shape.key_dim * shape.state_bytes / kPartRowBytes;
-    at.stages = kMaxStages;
-    if (kStreamShared - kMaxStages * at.stage_bytes < parts * kPlaceBytes) at.stages = 2;
+    at.stages = ahead ? kMaxStagesAhead : kMaxStages;
+    if (kStreamShared - at.stages * at.stage_bytes < parts * kPlaceBytes) at.stages = 2;
     const int room = (kStreamShared - at.stages * at.stage_bytes) / kPlaceBytes;
     at.places = room > 0 ? (room < kMaxPlaces ? room : kMaxPlaces) / parts * parts : 0;
     at.first_stage = at.places * kPlaceBytes;
@@ -251,13 +255,21 @@ inline constexpr StreamLayout stream_layout(const VerifyShape& shape) {
     return at;
 }
 
+// Whether blocks that take head after head have warps that fill their stages ahead. With more nodes
+// these have no room for the registers that the others need.
+inline constexpr bool fills_ahead(const VerifyShape& shape, bool warpgroups) {
+    return warpgroups && shape.max_nodes <= (shape.state_bytes == 4 ? 1 : 2) * kNodeBlock;
+}
+
 // Whether blocks take head after head (tree_verify_stream.cuh), with the wide tile; `shape` is of
 // aligned tensors, `warpgroups` says whether these have products of their own.
 inline constexpr bool streams(const VerifyShape& shape, int shared_bytes, bool warpgroups) {
+    const bool ahead = fills_ahead(shape, warpgroups);
     return shape.key_dim == 128 && shape.value_dim % kStreamRows == 0 && shape.input_bytes == 2 &&
-           shape.history_capacity == 0 && shape.max_nodes > kNodeBlock &&
+           shape.history_capacity == 0 && shape.max_nodes > kNodeBlock / (ahead ? 2 : 1) &&
            shape.max_nodes <= (warpgroups ? kMaxStreamGroups : kMaxStream) * kNodeBlock &&
-           stream_layout(shape).places > 0 && stream_layout(shape).total <= shared_bytes;
+           stream_layout(shape, ahead).places > 0 &&
+           stream_layout(shape, ahead).total <= shared_bytes;
 }
 
 // Rows of nodes of the small layout.
@@ -280,14 +292,16 @@ inline VerifyLayout best_layout(const VerifyShape& shape, int rows, int shared_b
     return best;
 }
 
-// The layout of a tile; `stream`: blocks take head after head where the tile is wide; `aligned`:
+// The layout of a tile; `stream`: blocks take head after head where the tile is wide (`ahead`: as
+// fills_ahead says); `aligned`:
 // the tensors allow what the short history's kernel takes for granted.
 inline VerifyLayout choose_layout(const VerifyShape& shape, int tile, bool stream, bool aligned,
-                                  int shared_bytes) {
+                                  int shared_bytes, bool ahead = false) {
     const int rows = verify_tile(tile, shape.state_bytes).rows;
     if (tile == kWide && stream) {
-        const StreamLayout all = stream_layout(shape);
+        const StreamLayout all = stream_layout(shape, ahead);
         VerifyLayout layout = all.stage;
+        layout.ahead = ahead;
         layout.total = all.total;
         return layout;
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tree verification of many heads by blocks that stay: 17 nodes and more, without a history. The
-// equations are those of tree_verify_kernel.cuh, the algebra that of tree_verify_inverse.cuh, whose
-// T and M know nothing of the state. So a block takes 128 rows of V of one value head after the
-// other (a turn each), and its warps work on different ones at the same time:
+// Tree verification of many heads by blocks that stay: 9 or 17 nodes and more, without a history.
+// The equations are those of tree_verify_kernel.cuh, the algebra that of tree_verify_inverse.cuh,
+// whose T and M know nothing of the state. So a block takes 128 rows of V of one value head after
+// the other (a turn each), and its warps work on different ones at the same time:
 //
 //     two groups of warps: copies, paths | norms | weights | T and M       turns i + 1, i + 2
 //     the rows' warps:     S_0 [K; Q]^T | R | U and o | stores             turn i
@@ -12,8 +12,11 @@
 // The rows' products are those of warpgroups where there are such (warpgroup.cuh), with operands
 // that the groups leave as these take them (tree_verify_columns.cuh).
 //
+// With few nodes (fills_ahead) copies and paths are the work of other warps, two for each group, so
+// that a group has nothing to wait for.
+//
 // The groups take every other turn each. What they make of one lies in a stage, of which there are
-// two or three; a stage is filled, read by the rows' warps, and filled again, by the other group
+// two to four; a stage is filled, read by the rows' warps, and filled again, by the other group
 // where there are three. The state comes in parts of 128 bytes a row, in a ring that holds one
 // state or several: a warp copies its own 16 rows of a part into the place of the part that it has
 // just multiplied, so that nobody waits for anybody else there, and the memory is asked for the
@@ -26,6 +29,7 @@
 // Floor: see tree_verify_kernel.cuh.
 #pragma once
 
+#include "tree_verify_stream_inputs.cuh"
 #include "tree_verify_stream_nodes.cuh"
 #include "tree_verify_stream_rows.cuh"
 
@@ -34,6 +38,7 @@ namespace treewy {
 template <typename Types>
 __global__ void __launch_bounds__(Types::kThreads, Types::kMinBlocks)
     tree_verify_stream_kernel(const __grid_constant__ VerifyArgs args) {
+    if (Types::kAhead && !has_warpgroups()) return;  // not launched there, and so no code
     const int thread = static_cast<int>(threadIdx.x);
     follow_previous<Types>(args, work_of<Types>(args, first_turn(args)), thread);
     if (thread < Types::kRowThreads) {
@@ -41,7 +46,14 @@ __global__ void __launch_bounds__(Types::kThreads, Types::kMinBlocks)
     } else {
         const int own = thread - Types::kRowThreads;
         const int at = own % Types::kGroupThreads;
-        prepare_turns<Types>(args, {own / Types::kGroupThreads, at, at / kWarp, at % kWarp});
+        const GroupPlace place{own / Types::kGroupThreads, at, at / kWarp, at % kWarp};
+        if constexpr (!Types::kAhead) {
+            prepare_turns<Types>(args, place);
+        } else if (place.group < Types::kGroups) {
+            prepare_ahead<Types>(args, place);
+        } else {
+            fill_stages<Types>(args, place.warp, place.lane);
+        }
     }
 }
 

@@ -4,7 +4,7 @@
 // queries and values to T and M in a stage.
 #pragma once
 
-#include "tree_verify_inverse.cuh"
+#include "tree_verify_products.cuh"
 #include "tree_verify_turns.cuh"
 
 namespace treewy {
@@ -127,7 +127,7 @@ template <typename Types>
 __device__ __forceinline__ void enter_turn(const VerifyArgs& args, const VerifyWork& work, int i,
                                            int stage, const GroupPlace& at) {
     const Shared shared = place_stage<Types>(stage);
-    if (i >= Types::kStages) sync_at<Types::kStageThreads>(read_barrier(stage, at.group));
+    if (i >= Types::kStages) sync_at<Types::kReadThreads>(Types::read_barrier(stage, at.group));
     copy_turn<Types>(args, shared, work, at.thread);
     commit_copies();
     copy_turn_values<Types>(args, shared, work, at.thread);
@@ -166,12 +166,39 @@ __device__ __forceinline__ void prepare_turns(const VerifyArgs& args, const Grou
         wait_copies<1>();  // all but the values
         couple_turn<Types>(shared, at);
         if (at.warp < Types::kNodeBlocks)
-            invert_tree<Types>(shared, nodes, at.warp, at.lane, kInvertBarrier + at.group);
+            invert_tree<Types>(shared, nodes, at.warp, at.lane, Types::kInvertBarrier + at.group);
         wait_copies<0>();
         show_to_products();
-        arrive_at<Types::kStageThreads>(kFilledBarrier + stage);
+        arrive_at<Types::kStageThreads>(Types::kFilledBarrier + stage);
         stage += stage + Types::kGroups < Types::kStages ? Types::kGroups
                                                          : Types::kGroups - Types::kStages;
+    }
+}
+
+// The same where other warps fill the stages, by products of warpgroups.
+template <typename Types>
+__device__ __forceinline__ void couple_ahead(const Shared& shared, const GroupPlace& at) {
+    TurnProducts<Types> products;
+    products.multiply(shared, at.warp, at.lane);
+    sync_at<Types::kGroupThreads>(kGroupBarrier + at.group);
+    if (at.thread < Types::kHalves * 8) make_factor(shared, at.thread);
+    products.weigh(shared, at.warp, at.lane);
+    sync_at<Types::kGroupThreads>(kGroupBarrier + at.group);
+}
+
+template <typename Types>
+__device__ __forceinline__ void prepare_ahead(const VerifyArgs& args, const GroupPlace& at) {
+    lower_registers<Types::kGroupRegisters>();
+    const int count = count_turns(args);
+    for (int i = at.group, stage = at.group; i < count; i += Types::kGroups) {
+        const Shared shared = place_stage<Types>(stage);
+        sync_at<Types::kReadyThreads>(Types::kReadyBarrier + stage);
+        couple_ahead<Types>(shared, at);
+        invert_tree<Types>(shared, *shared.nodes, at.warp, at.lane,
+                           Types::kInvertBarrier + at.group);
+        show_to_products();
+        arrive_at<Types::kStageThreads>(Types::kFilledBarrier + stage);
+        stage = (stage + Types::kGroups) % Types::kStages;
     }
 }
 

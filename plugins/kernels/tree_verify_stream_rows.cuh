@@ -71,27 +71,19 @@ struct StateCopies {
     }
 };
 
-// What a lane has of its two rows of V at all nodes: of the nodes 8 j + 2 c + e of block d S_0 k,
-// then U, as x[d][8 j + 2 half + e], and S_0 q, then o, as x[d][8 j + 4 + 2 half + e].
+// What a lane has of its two rows of V at all nodes: of the nodes 8 j + 2 c + e S_0 k, then U, as
+// x[8 j + 2 half + e], and S_0 q, then o, as x[8 j + 4 + 2 half + e].
 template <typename Types>
 struct TurnSums {
-    float x[Types::kNodeBlocks][16];
+    float x[16 * Types::kNodeBlocks];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < 16 * Types::kNodeBlocks; ++i) x[i / 16][i % 16] = 0.0f;
+        for (float& sum : x) sum = 0.0f;
     }
     // Of the nodes 8 j .. of the tree; `kind` 0 for U, 1 for o.
-    __device__ __forceinline__ float& at(int j, int kind, int i) {
-        return x[j / 2][j % 2 * 8 + 4 * kind + i];
-    }
+    __device__ __forceinline__ float& at(int j, int kind, int i) { return x[8 * j + 4 * kind + i]; }
 };
-
-// Columns of products with a node block: keys and queries, or T and M, of its nodes.
-template <typename Types>
-__device__ __forceinline__ constexpr int block_columns(int d) {
-    return 2 * 8 * (2 * d + 1 < Types::kHalves ? 2 : 1);
-}
 
 // The keys and queries of a step.
 template <typename Types>
@@ -100,13 +92,21 @@ __device__ __forceinline__ const unsigned char* step_columns(const Shared& share
     return shared.keys + step / kSteps * kPanelBytes<Types> + step % kSteps * 32;
 }
 
+// Columns of a product with node block d: keys and queries, or T and M, of its nodes; of all from
+// it on where products are wide, which is faster there and slower with more registers in use.
+template <typename Types>
+__device__ __forceinline__ constexpr int product_columns(int d) {
+    const int left = Types::kHalves - 2 * d;
+    return 2 * 8 * (Types::kWideProducts || left < 2 ? left : 2);
+}
+
 // Starts sums += rows [K; Q]^T of a step with all node blocks from kBlock on, by warpgroups.
 template <typename Types, bool kFresh, int kBlock = 0>
 __device__ __forceinline__ void start_step(const uint32_t (&rows)[4], const unsigned char* columns,
                                            TurnSums<Types>& sums) {
-    start_product<block_columns<Types>(kBlock), kFresh>(sums.x[kBlock], rows,
-                                                        describe<Columns::kSwapped>(columns));
-    if constexpr (kBlock + 1 < Types::kNodeBlocks) {
+    start_product<product_columns<Types>(kBlock), kFresh, 16 * kBlock>(
+        sums.x, rows, describe<Columns::kSwapped>(columns));
+    if constexpr (!Types::kWideProducts && kBlock + 1 < Types::kNodeBlocks) {
         start_step<Types, kFresh, kBlock + 1>(rows, columns + node_row(kNodeBlock) * kSwappedRow,
                                               sums);
     }
@@ -250,10 +250,10 @@ __device__ __forceinline__ void start_apply(
     const Shared& shared, int term, int plane,
     const TileTerms<Types::kWeightTerms, 1> (&rhs)[Types::kNodeBlocks], TurnSums<Types>& sums) {
     const unsigned char* weights = PairWeights<Types>(shared, kBlock, kFrom, 0).at;
-    start_product<block_columns<Types>(kBlock), false>(
-        sums.x[kBlock], rhs[kFrom].x[term][0],
+    start_product<product_columns<Types>(kBlock), false, 16 * kBlock>(
+        sums.x, rhs[kFrom].x[term][0],
         describe<Columns::kMatrices>(weights + plane * PairWeights<Types>::kPlaneBytes));
-    if constexpr (kBlock + 1 < Types::kNodeBlocks) {
+    if constexpr (!Types::kWideProducts && kBlock + 1 < Types::kNodeBlocks) {
         start_apply<Types, kBlock + 1, kFrom>(shared, term, plane, rhs, sums);
     } else if constexpr (kFrom + 1 < Types::kNodeBlocks) {
         start_apply<Types, kFrom + 1, kFrom + 1>(shared, term, plane, rhs, sums);
@@ -377,7 +377,8 @@ template <typename Types>
 __device__ __forceinline__ void start_turn(const Shared& shared, unsigned char* rows, int lane,
                                            const StateCopies<Types>& copies,
                                            TurnSums<Types>& sums) {
-    constexpr int kSteps = sizeof(typename Types::State) == 4 ? 1 : Types::kPartSteps;
+    constexpr int kSteps =
+        sizeof(typename Types::State) == 4 && !Types::kAhead ? 1 : Types::kPartSteps;
 #pragma unroll
     for (int part = 0; part < Types::kParts; ++part) {
         copies.wait();
@@ -416,7 +417,7 @@ __device__ __forceinline__ void verify_turns(const VerifyArgs& args, int warp, i
     for (int left = count_turns(args); left > 0; --left, next_turn(args, turn)) {
         copies.enter(args, warp);
         const Shared shared = place_stage<Types>(stage);
-        sync_at<Types::kStageThreads>(kFilledBarrier + stage);
+        sync_at<Types::kStageThreads>(Types::kFilledBarrier + stage);
         TurnSums<Types> sums;
         unsigned char* const rows = ring + place * Types::kPlaceBytes;
         if constexpr (Types::kProducts) {
@@ -436,7 +437,7 @@ __device__ __forceinline__ void verify_turns(const VerifyArgs& args, int warp, i
                           lane, sums);
         if (__any_sync(kAllLanes, !finite)) verify_again<Types>(args, stage, turn, warp, lane);
         if (left > Types::kStages) {
-            arrive_at<Types::kStageThreads>(read_barrier(stage, next_group));
+            arrive_at<Types::kReadThreads>(Types::read_barrier(stage, next_group));
         }
         stage = stage + 1 == Types::kStages ? 0 : stage + 1;
         next_group = next_group + 1 == Types::kGroups ? 0 : next_group + 1;

@@ -9,24 +9,14 @@
 
 namespace treewy {
 
-// Barriers of the stream: a group's own; of its warps that invert; a stage has been filled; it has
-// been read, one for each group that fills it next: with three stages the groups fill a stage
-// alternately, and the one may come for it while a warp of the other has not yet been at the
-// barrier of the turn before.
+// A group's own barrier, kGroupBarrier + group. Behind those of all groups come others,
+// StreamTypes.
 inline constexpr int kStreamGroups = 2;
 inline constexpr int kGroupBarrier = 1;
-inline constexpr int kInvertBarrier = kGroupBarrier + kStreamGroups;
-inline constexpr int kFilledBarrier = kInvertBarrier + kStreamGroups;
-inline constexpr int kReadBarrier = kFilledBarrier + kMaxStages;
-static_assert(kReadBarrier + kMaxStages * kStreamGroups <= 16);
 
-// Where the stage has been read that `group` fills next.
-__device__ __forceinline__ int read_barrier(int stage, int group) {
-    return kReadBarrier + kStreamGroups * stage + group;
-}
-
-// `kHalves`: of the largest tree of the call, 8 nodes each.
-template <typename Input_, typename State_, int kHalves_>
+// `kHalves`: of the largest tree of the call, 8 nodes each. `kAhead`: two more warps for each group
+// fill its stages with keys, queries, values and paths.
+template <typename Input_, typename State_, int kHalves_, bool kAhead_ = false>
 struct StreamTypes {
     using Input = Input_;
     using State = State_;
@@ -35,19 +25,37 @@ struct StreamTypes {
     static constexpr int kWarps = 8;  // that own rows
     static constexpr int kRowThreads = kWarps * kWarp;
     static constexpr int kHalves = kHalves_;
+    static constexpr bool kAhead = kAhead_;
     static constexpr int kNodeBlocks = (kHalves + 1) / 2;
     static constexpr int kWeightTerms = sizeof(State) == 4 ? 3 : 2;
     static constexpr StreamLayout kStream =
         stream_layout(VerifyShape{kKeyDim, 0, kHalves * 8, 0, static_cast<int>(sizeof(Input)),
-                                  static_cast<int>(sizeof(State)), kWeightTerms});
+                                  static_cast<int>(sizeof(State)), kWeightTerms},
+                      kAhead_);
     static constexpr int kStages = kStream.stages;
     static constexpr int kGroups = kStreamGroups;
     static constexpr int kGroupWarps = 4;
     static constexpr int kGroupThreads = kGroupWarps * kWarp;
-    static constexpr int kThreads = kRowThreads + kGroups * kGroupThreads;
-    static constexpr int kStageThreads = kRowThreads + kGroupThreads;  // that meet at a stage
+    static constexpr int kInputThreads = kAhead ? 2 * kWarp : 0;  // of a group
+    static constexpr int kThreads = kRowThreads + kGroups * (kGroupThreads + kInputThreads);
+    static constexpr int kReadyThreads = kInputThreads + kGroupThreads;  // that see inputs come
+    static constexpr int kStageThreads = kRowThreads + kGroupThreads;    // that see a stage filled
+    static constexpr int kReadThreads =                                  // that see it read
+        kRowThreads + (kAhead ? kInputThreads : kGroupThreads);
     static constexpr int kPathWarp = kGroupWarps - 1;  // of a group: follows the paths
-    static constexpr int kInvertThreads = kNodeBlocks * kWarp;
+    static constexpr int kInvertThreads = kAhead ? kGroupThreads : kNodeBlocks * kWarp;
+    // Barriers behind the groups' own. Ahead: the inputs of a stage are there; it is filled; it has
+    // been read. Else: of a group's warps that invert; a stage is filled; it has been read, one for
+    // each group that fills it next: with three stages the groups fill a stage alternately, and the
+    // one may come for it while a warp of the other has not yet been at the barrier of the turn
+    // before.
+    static constexpr int kReadyBarrier = kGroupBarrier + kGroups;
+    static constexpr int kInvertBarrier = kAhead ? kGroupBarrier : kGroupBarrier + kGroups;
+    static constexpr int kFilledBarrier =
+        kAhead ? kReadyBarrier + kStages : kInvertBarrier + kGroups;
+    static constexpr int kReadBarrier = kFilledBarrier + kStages;
+    static_assert(kReadBarrier + kStages * (kAhead ? 1 : kGroups) <= 16);
+    static_assert(!kAhead || kStages % kGroups == 0);
     static constexpr int kPairs = kNodeBlocks * (kNodeBlocks + 1) / 2;
     static constexpr bool kOneBlock = false;
     static constexpr int kNodeRows = kNodeBlock;
@@ -74,13 +82,22 @@ struct StreamTypes {
     static constexpr int kPlaceBytes = kWarps * kWarpPartBytes;
     static constexpr int kMinBlocks = 1;
     // Of a thread, where products are those of warpgroups: as many as a launch has for all.
-    static constexpr int kRowRegisters = sizeof(State) == 4 ? 144 : 136;
-    static constexpr int kGroupRegisters = sizeof(State) == 4 ? 112 : 120;
-    static_assert(kRowThreads * kRowRegisters + kGroups * kGroupThreads * kGroupRegisters <=
-                  64 * 1024);
+    static constexpr int kLaunchRegisters = 64 * 1024 / kThreads / 8 * 8;
+    static constexpr int kRowRegisters = kAhead ? 120 : sizeof(State) == 4 ? 144 : 136;
+    static constexpr int kGroupRegisters = kAhead ? 96 : sizeof(State) == 4 ? 112 : 120;
+    static constexpr int kInputRegisters = 48;
+    static_assert(kRowThreads * kRowRegisters + kGroups * (kGroupThreads * kGroupRegisters +
+                                                           kInputThreads * kInputRegisters) <=
+                  kThreads * kLaunchRegisters);
     static constexpr bool kProducts = std::is_same_v<Input, __nv_bfloat16>;  // of warpgroups
+    static constexpr bool kWideProducts = kAhead;
     static constexpr bool kFits = kPlaces > 0;
     static_assert(kStages >= kGroups && kGroupWarps >= kNodeBlocks && kPlaces % kParts == 0);
+
+    // Where the stage has been read that `group` has next.
+    static __device__ __forceinline__ int read_barrier(int stage, int group) {
+        return kReadBarrier + (kAhead ? stage : kGroups * stage + group);
+    }
 };
 
 template <typename Types>

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Products of warpgroups (wgmma, sm_90a): four warps multiply 64 rows, which they have in registers
-// as they have them for mma.sync, with columns in shared memory that they read once together. A
-// product is under way until it is waited for.
+// as they have them for mma.sync or in shared memory, with columns in shared memory that they read
+// once together. A product is under way until it is waited for.
 //
-// Columns lie in one of two ways, named by their descriptor:
-//     Swapped    rows of 128 bytes, 16-byte chunks of row r at chunk ^ r % 8; 8 rows are 1,024
-//                bytes at a multiple of that; a step of 16 elements is 32 bytes
-//     Matrices   of 8 rows of 16 bytes: two beside each other, 128 bytes apart, are the step; those
-//                of the next 8 rows come 256 bytes later
+// What is in shared memory lies in one of these ways, named by its descriptor:
+//     Swapped      rows of 128 bytes, 16-byte chunks of row r at chunk ^ r % 8; 8 rows are 1,024
+//                  bytes at a multiple of that; a step of 16 elements is 32 bytes
+//     EveryOther   8 such rows, then the second 8 behind them, and so on
+//     Matrices     of 8 rows of 16 bytes: two beside each other, 128 bytes apart, are the step;
+//                  those of the next 8 rows come 256 bytes later
 //
 // With other targets the same columns are read by ldmatrix, for mma.sync.
 #pragma once
@@ -17,7 +18,7 @@
 
 namespace treewy {
 
-enum class Columns { kSwapped, kMatrices };
+enum class Columns { kSwapped, kEveryOther, kMatrices };
 
 inline constexpr int kSwappedRow = 128;  // bytes
 inline constexpr int kMatrix = 128;      // bytes of 8 rows of 16
@@ -40,12 +41,13 @@ __device__ __forceinline__ constexpr bool has_warpgroups() {
 
 #endif
 
-// What says where 16 elements of columns lie, from `at` in shared memory on.
+// What says where 16 elements of rows or columns lie, from `at` in shared memory on.
 template <Columns kColumns>
 __device__ __forceinline__ uint64_t describe(const unsigned char* at) {
-    constexpr uint32_t kSwapped = kColumns == Columns::kSwapped;
+    constexpr uint32_t kSwapped = kColumns != Columns::kMatrices;
     constexpr uint32_t kAcross = kSwapped ? 1 : kMatrix / 16;
-    constexpr uint32_t kDown = (kSwapped ? 8 * kSwappedRow : 2 * kMatrix) / 16;
+    constexpr uint32_t kEach = kColumns == Columns::kEveryOther ? 2 : 1;
+    constexpr uint32_t kDown = (kSwapped ? kEach * 8 * kSwappedRow : 2 * kMatrix) / 16;
     const uint32_t low = shared_address(at) >> 4 | kAcross << 16;
     return uint64_t{kDown | kSwapped << 30} << 32 | low;
 }
@@ -109,34 +111,103 @@ __device__ __forceinline__ void raise_registers() {
 #endif
 }
 
-#define TREEWY_EIGHT(i)                                                                         \
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// The sums of 16 columns, as operands of an instruction and in its text.
+#define TREEWY_SUMS(i)                                                                          \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
+#define TREEWY_TO_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TREEWY_TO_32 \
+    TREEWY_TO_16     \
+        ", "         \
+        "%8, %9, %10, %11, %12, %13, %14, %15"
+#define TREEWY_TO_48 \
+    TREEWY_TO_32     \
+        ", "         \
+        "%16, %17, %18, %19, %20, %21, %22, %23"
+#define TREEWY_TO_64 \
+    TREEWY_TO_48     \
+        ", "         \
+        "%24, %25, %26, %27, %28, %29, %30, %31"
+#define TREEWY_TO_80 \
+    TREEWY_TO_64     \
+        ", "         \
+        "%32, %33, %34, %35, %36, %37, %38, %39"
+#define TREEWY_TO_96 \
+    TREEWY_TO_80     \
+        ", "         \
+        "%40, %41, %42, %43, %44, %45, %46, %47"
+#define TREEWY_TO_112 \
+    TREEWY_TO_96      \
+        ", "          \
+        "%48, %49, %50, %51, %52, %53, %54, %55"
+#define TREEWY_TO_128 \
+    TREEWY_TO_112     \
+        ", "          \
+        "%56, %57, %58, %59, %60, %61, %62, %63"
+#define TREEWY_SUMS_16 TREEWY_SUMS(kFirst)
+#define TREEWY_SUMS_32 TREEWY_SUMS_16, TREEWY_SUMS(kFirst + 8)
+#define TREEWY_SUMS_48 TREEWY_SUMS_32, TREEWY_SUMS(kFirst + 16)
+#define TREEWY_SUMS_64 TREEWY_SUMS_48, TREEWY_SUMS(kFirst + 24)
+#define TREEWY_SUMS_80 TREEWY_SUMS_64, TREEWY_SUMS(kFirst + 32)
+#define TREEWY_SUMS_96 TREEWY_SUMS_80, TREEWY_SUMS(kFirst + 40)
+#define TREEWY_SUMS_112 TREEWY_SUMS_96, TREEWY_SUMS(kFirst + 48)
+#define TREEWY_SUMS_128 TREEWY_SUMS_112, TREEWY_SUMS(kFirst + 56)
 
-// d += A B, or d = A B (kFresh): 16 elements of the rows and of kCount columns. Of columns 8 j .. a
-// lane has d[4 j ..] as mma.sync would give it.
-template <int kCount, bool kFresh, int kSums>
+// `a` of the instruction is four registers, or a descriptor; the numbers are of its operands.
+#define TREEWY_ROWS_PRODUCT(count, a0, a1, a2, a3, columns, adds)                                \
+    if constexpr (kCount == count) {                                                             \
+        asm volatile(                                                                            \
+            "wgmma.mma_async.sync.aligned.m64n" #count "k16.f32.bf16.bf16 {" TREEWY_TO_##count   \
+            "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #columns ", %" #adds ", 1, 1, 0;\n" \
+            : TREEWY_SUMS_##count                                                                \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kFresh ? 0 : 1));          \
+    }
+#define TREEWY_SHARED_PRODUCT(count, rows, columns, adds)                                  \
+    if constexpr (kCount == count) {                                                       \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #count                            \
+                     "k16.f32.bf16.bf16 {" TREEWY_TO_##count "}, %" #rows ", %" #columns   \
+                                                             ", %" #adds ", 1, 1, 0, 0;\n" \
+                     : TREEWY_SUMS_##count                                                 \
+                     : "l"(a), "l"(b), "n"(kFresh ? 0 : 1));                               \
+    }
+
+#else
+
+#define TREEWY_ROWS_PRODUCT(count, a0, a1, a2, a3, columns, adds)
+#define TREEWY_SHARED_PRODUCT(count, rows, columns, adds)
+
+#endif
+
+// d += A B, or d = A B (kFresh): 16 elements of the rows and of kCount columns, a multiple of 16.
+// Of columns 8 j .. a lane has d[kFirst + 4 j ..] as mma.sync would give it.
+template <int kCount, bool kFresh, int kFirst = 0, int kSums>
 __device__ __forceinline__ void start_product(float (&d)[kSums], const uint32_t (&a)[4],
                                               uint64_t b) {
-    static_assert((kCount == 16 || kCount == 32) && kCount / 2 <= kSums);
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if constexpr (kCount == 16) {
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, "
-            "%7}, {%8, %9, %10, %11}, %12, %13, 1, 1, 0;\n"
-            : TREEWY_EIGHT(0)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kFresh ? 0 : 1));
-    } else {
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, "
-            "%7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, %21, 1, 1, 0;\n"
-            : TREEWY_EIGHT(0), TREEWY_EIGHT(8)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kFresh ? 0 : 1));
-    }
-#endif
+    static_assert(kCount % 16 == 0 && kCount <= 128 && kFirst + kCount / 2 <= kSums);
+    TREEWY_ROWS_PRODUCT(16, 8, 9, 10, 11, 12, 13)
+    TREEWY_ROWS_PRODUCT(32, 16, 17, 18, 19, 20, 21)
+    TREEWY_ROWS_PRODUCT(48, 24, 25, 26, 27, 28, 29)
+    TREEWY_ROWS_PRODUCT(64, 32, 33, 34, 35, 36, 37)
+    TREEWY_ROWS_PRODUCT(80, 40, 41, 42, 43, 44, 45)
+    TREEWY_ROWS_PRODUCT(96, 48, 49, 50, 51, 52, 53)
+    TREEWY_ROWS_PRODUCT(112, 56, 57, 58, 59, 60, 61)
+    TREEWY_ROWS_PRODUCT(128, 64, 65, 66, 67, 68, 69)
 }
 
-#undef TREEWY_EIGHT
+// The same of rows in shared memory, `a`: warp w of the four has sums of the rows 16 w ..
+template <int kCount, bool kFresh, int kFirst = 0, int kSums>
+__device__ __forceinline__ void start_product(float (&d)[kSums], uint64_t a, uint64_t b) {
+    static_assert(kCount % 16 == 0 && kCount <= 64 && kFirst + kCount / 2 <= kSums);
+    TREEWY_SHARED_PRODUCT(16, 8, 9, 10)
+    TREEWY_SHARED_PRODUCT(32, 16, 17, 18)
+    TREEWY_SHARED_PRODUCT(48, 24, 25, 26)
+    TREEWY_SHARED_PRODUCT(64, 32, 33, 34)
+}
+
+#undef TREEWY_ROWS_PRODUCT
+#undef TREEWY_SHARED_PRODUCT
 
 #endif  // TREEWY_ON_HOST
 

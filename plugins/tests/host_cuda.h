@@ -63,10 +63,14 @@ struct Copy {
 };
 
 // A product of a warpgroup that is under way, of a thread: as a copy. Its columns are read and its
-// sums written when it lands; its rows were read when it began, which is what the compiler sees to.
+// sums written when it lands, and its rows read where they are in shared memory; from registers
+// they were read when it began, which is what the compiler sees to.
 struct Product {
     float* sums;
     float rows[2][16];
+    bool rows_described;
+    uint64_t described;  // rows
+    int first_row;       // of them, of this thread
     uint64_t columns;
     int count;
     bool fresh;
@@ -581,20 +585,21 @@ inline void mma_half(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
 inline uint32_t shared_address(const void* at) {
     return static_cast<uint32_t>(static_cast<const unsigned char*>(at) - shared_memory());
 }
-constexpr int kLaunchRegisters = 128;  // of a thread, of kernels that share them out anew
 
 inline void open_products() {}
 inline void close_products() { ++host_cuda::fiber().product_group; }
 inline void show_to_products() {}
+// Of a thread, of kernels that share them out anew and have a multiprocessor for themselves.
+inline int launch_registers() { return 64 * 1024 / static_cast<int>(blockDim.x) / 8 * 8; }
 // The registers of a block are what it was launched with: who raises its own waits until others
 // have lowered theirs, here for what all of them come to in the end.
 template <int kCount>
 void lower_registers() {
-    host_cuda::machine.registers -= kLaunchRegisters - kCount;
+    host_cuda::machine.registers -= launch_registers() - kCount;
 }
 template <int kCount>
 void raise_registers() {
-    host_cuda::machine.registers += kCount - kLaunchRegisters;
+    host_cuda::machine.registers += kCount - launch_registers();
 }
 
 // The 4 bytes at `word` of 16-byte chunk `chunk` (of two) of column `column` that a descriptor
@@ -611,8 +616,15 @@ inline uint32_t described_word(uint64_t columns, int column, int chunk, int word
     std::memcpy(&value, shared_memory() + at + 4 * word, 4);
     return value;
 }
-inline void land(const host_cuda::Product& product) {
+inline void land(const host_cuda::Product& landing) {
     const int c = host_cuda::lane() % 4;
+    host_cuda::Product product = landing;
+    for (int i = 0; product.rows_described && i < 32; i += 2) {
+        const uint32_t pair = described_word(product.described, product.first_row + i / 16 * 8,
+                                             i % 16 / 8, i % 8 / 2);
+        product.rows[i / 16][i % 16] = host_cuda::bfloat16_half(&pair, 0);
+        product.rows[i / 16][i % 16 + 1] = host_cuda::bfloat16_half(&pair, 1);
+    }
     for (int i = 0; i < product.count / 2; ++i) {
         const int column = i / 4 * 8 + 2 * c + i % 2;
         double total = product.fresh ? 0.0f : product.sums[i];
@@ -637,17 +649,28 @@ void wait_products() {
     fiber.products.erase(fiber.products.begin(),
                          fiber.products.begin() + static_cast<std::ptrdiff_t>(landed));
 }
-// Of each warp by itself.
-template <int kCount, bool kFresh, int kSums>
-void start_product(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b) {
-    static_assert(kCount / 2 <= kSums);
+inline void begin_product(const host_cuda::Product& product) {
     host_cuda::Fiber& fiber = host_cuda::fiber();
-    host_cuda::Product product{d, {}, b, kCount, kFresh, fiber.product_group};
-    host_cuda::share_rows(a, product.rows);
     fiber.products.push_back(product);
     if (host_cuda::next_random() % 2 == 0) return;
     for (const host_cuda::Product& one : fiber.products) land(one);
     fiber.products.clear();
+}
+// Of each warp by itself.
+template <int kCount, bool kFresh, int kFirst = 0, int kSums>
+void start_product(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b) {
+    static_assert(kFirst + kCount / 2 <= kSums);
+    const int group = host_cuda::fiber().product_group;
+    host_cuda::Product product{d + kFirst, {}, false, 0, 0, b, kCount, kFresh, group};
+    host_cuda::share_rows(a, product.rows);
+    begin_product(product);
+}
+template <int kCount, bool kFresh, int kFirst = 0, int kSums>
+void start_product(float (&d)[kSums], uint64_t a, uint64_t b) {
+    static_assert(kFirst + kCount / 2 <= kSums);
+    const int group = host_cuda::fiber().product_group;
+    const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + host_cuda::lane() / 4;
+    begin_product({d + kFirst, {}, true, a, row, b, kCount, kFresh, group});
 }
 
 template <typename Params>
