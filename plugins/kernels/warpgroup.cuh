@@ -120,32 +120,32 @@ __device__ __forceinline__ void raise_registers() {
 #define TREEWY_TO_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TREEWY_TO_32 \
     TREEWY_TO_16     \
-        ", "         \
-        "%8, %9, %10, %11, %12, %13, %14, %15"
+    ", "             \
+    "%8, %9, %10, %11, %12, %13, %14, %15"
 #define TREEWY_TO_48 \
     TREEWY_TO_32     \
-        ", "         \
-        "%16, %17, %18, %19, %20, %21, %22, %23"
+    ", "             \
+    "%16, %17, %18, %19, %20, %21, %22, %23"
 #define TREEWY_TO_64 \
     TREEWY_TO_48     \
-        ", "         \
-        "%24, %25, %26, %27, %28, %29, %30, %31"
+    ", "             \
+    "%24, %25, %26, %27, %28, %29, %30, %31"
 #define TREEWY_TO_80 \
     TREEWY_TO_64     \
-        ", "         \
-        "%32, %33, %34, %35, %36, %37, %38, %39"
+    ", "             \
+    "%32, %33, %34, %35, %36, %37, %38, %39"
 #define TREEWY_TO_96 \
     TREEWY_TO_80     \
-        ", "         \
-        "%40, %41, %42, %43, %44, %45, %46, %47"
+    ", "             \
+    "%40, %41, %42, %43, %44, %45, %46, %47"
 #define TREEWY_TO_112 \
     TREEWY_TO_96      \
-        ", "          \
-        "%48, %49, %50, %51, %52, %53, %54, %55"
+    ", "              \
+    "%48, %49, %50, %51, %52, %53, %54, %55"
 #define TREEWY_TO_128 \
     TREEWY_TO_112     \
-        ", "          \
-        "%56, %57, %58, %59, %60, %61, %62, %63"
+    ", "              \
+    "%56, %57, %58, %59, %60, %61, %62, %63"
 #define TREEWY_SUMS_16 TREEWY_SUMS(kFirst)
 #define TREEWY_SUMS_32 TREEWY_SUMS_16, TREEWY_SUMS(kFirst + 8)
 #define TREEWY_SUMS_48 TREEWY_SUMS_32, TREEWY_SUMS(kFirst + 16)
@@ -186,24 +186,24 @@ template <int kCount, bool kFresh, int kFirst = 0, int kSums>
 __device__ __forceinline__ void start_product(float (&d)[kSums], const uint32_t (&a)[4],
                                               uint64_t b) {
     static_assert(kCount % 16 == 0 && kCount <= 128 && kFirst + kCount / 2 <= kSums);
-    TREEWY_ROWS_PRODUCT(16, 8, 9, 10, 11, 12, 13)
-    TREEWY_ROWS_PRODUCT(32, 16, 17, 18, 19, 20, 21)
-    TREEWY_ROWS_PRODUCT(48, 24, 25, 26, 27, 28, 29)
-    TREEWY_ROWS_PRODUCT(64, 32, 33, 34, 35, 36, 37)
-    TREEWY_ROWS_PRODUCT(80, 40, 41, 42, 43, 44, 45)
-    TREEWY_ROWS_PRODUCT(96, 48, 49, 50, 51, 52, 53)
-    TREEWY_ROWS_PRODUCT(112, 56, 57, 58, 59, 60, 61)
-    TREEWY_ROWS_PRODUCT(128, 64, 65, 66, 67, 68, 69)
+    TREEWY_ROWS_PRODUCT(16, 8, 9, 10, 11, 12, 13);
+    TREEWY_ROWS_PRODUCT(32, 16, 17, 18, 19, 20, 21);
+    TREEWY_ROWS_PRODUCT(48, 24, 25, 26, 27, 28, 29);
+    TREEWY_ROWS_PRODUCT(64, 32, 33, 34, 35, 36, 37);
+    TREEWY_ROWS_PRODUCT(80, 40, 41, 42, 43, 44, 45);
+    TREEWY_ROWS_PRODUCT(96, 48, 49, 50, 51, 52, 53);
+    TREEWY_ROWS_PRODUCT(112, 56, 57, 58, 59, 60, 61);
+    TREEWY_ROWS_PRODUCT(128, 64, 65, 66, 67, 68, 69);
 }
 
 // The same of rows in shared memory, `a`: warp w of the four has sums of the rows 16 w ..
 template <int kCount, bool kFresh, int kFirst = 0, int kSums>
 __device__ __forceinline__ void start_product(float (&d)[kSums], uint64_t a, uint64_t b) {
     static_assert(kCount % 16 == 0 && kCount <= 64 && kFirst + kCount / 2 <= kSums);
-    TREEWY_SHARED_PRODUCT(16, 8, 9, 10)
-    TREEWY_SHARED_PRODUCT(32, 16, 17, 18)
-    TREEWY_SHARED_PRODUCT(48, 24, 25, 26)
-    TREEWY_SHARED_PRODUCT(64, 32, 33, 34)
+    TREEWY_SHARED_PRODUCT(16, 8, 9, 10);
+    TREEWY_SHARED_PRODUCT(32, 16, 17, 18);
+    TREEWY_SHARED_PRODUCT(48, 24, 25, 26);
+    TREEWY_SHARED_PRODUCT(64, 32, 33, 34);
 }
 
 #undef TREEWY_ROWS_PRODUCT
