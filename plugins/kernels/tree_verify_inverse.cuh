@@ -166,19 +166,18 @@ __device__ __forceinline__ void subtract(Tile<1>& from, const Tile<1>& other) {
 }
 
 // The columns of node block e of T and M, by warp e of those that meet at `barrier`, in place of W
-// and C.
+// and C; warps beyond the last block have none.
 template <typename Types>
 __device__ __forceinline__ void invert_tree(const Shared& shared, int nodes, int e, int lane,
                                             int barrier) {
     constexpr int kTerms = Types::kWeightTerms, kBlocks = Types::kNodeBlocks;
     constexpr bool kApart = Types::kSumApart;
-    const bool any = e < kBlocks;
-    if (any) PairWeights<Types>(shared, e, e, 0).invert(shared.dense + e * 128, lane);
+    if (e < kBlocks) PairWeights<Types>(shared, e, e, 0).invert(shared.dense + e * 128, lane);
     sync_at<Types::kInvertThreads>(barrier);
     TileTerms<kTerms, 1> known[kBlocks];
 #pragma unroll
     for (int d = 0; d < kBlocks; ++d) {
-        const bool mine = any && d >= e && (d == e || is_related(shared, d, e));
+        const bool mine = d >= e && (d == e || is_related(shared, d, e));
         Tile<1> inverse = d == e ? identity_tile(lane) : zero_tile<1>(), read = zero_tile<1>();
         if (mine) {
             uint4 words[kTerms];

@@ -73,8 +73,8 @@ template <typename Input, typename State, int kHalves, bool kAhead = false>
 treewy_status launch_stream(const treewy_tree_verify_params& p, const VerifyPlan& plan,
                             treewy_stream stream) {
     using Types = StreamTypes<Input, State, kHalves, kAhead>;
-    if constexpr (Types::kFits && (kAhead ? Types::kProducts
-                                          : Types::kProducts || Types::kNodeBlocks <= kMaxStream)) {
+    if constexpr (Types::kFits &&
+                  (Types::kProducts || (!kAhead && Types::kNodeBlocks <= kMaxStream))) {
         const Grid all = grid_of<Types>(p);
         const int64_t blocks = std::min(all.x * all.y, int64_t{plan.multiprocessors});
         return launch_kernel<Types>(tree_verify_stream_kernel<Types>, p, plan, plan.layout,

@@ -117,8 +117,8 @@ inline int choose_tile(const VerifyShape& shape, int input_terms, bool stream, i
 // blocks are faster until each has some.
 inline bool enough_turns(const VerifyShape& shape, int64_t batch_heads, int multiprocessors) {
     const int64_t turns = batch_heads * (shape.value_dim / kStreamRows);
-    const bool few = shape.state_bytes == 4 && shape.max_nodes > kNodeBlock;
-    return turns >= int64_t{multiprocessors} * (few ? 1 : 4);
+    const int each = shape.state_bytes == 4 && shape.max_nodes > kNodeBlock ? 1 : 4;
+    return turns >= int64_t{multiprocessors} * each;
 }
 
 // Pairs (node block of a group, block before it or itself), history blocks counted.
@@ -256,7 +256,7 @@ inline constexpr StreamLayout stream_layout(const VerifyShape& shape, bool ahead
 }
 
 // Whether blocks that take head after head have warps that fill their stages ahead. With more nodes
-// these have no room for the registers that the others need.
+// groups that do all themselves are faster (docs/kernels.md).
 inline constexpr bool fills_ahead(const VerifyShape& shape, bool warpgroups) {
     return warpgroups && shape.max_nodes <= (shape.state_bytes == 4 ? 1 : 2) * kNodeBlock;
 }
@@ -292,9 +292,8 @@ inline VerifyLayout best_layout(const VerifyShape& shape, int rows, int shared_b
     return best;
 }
 
-// The layout of a tile; `stream`: blocks take head after head where the tile is wide (`ahead`: as
-// fills_ahead says); `aligned`:
-// the tensors allow what the short history's kernel takes for granted.
+// The layout of a tile; `stream`: blocks take head after head where the tile is wide; `aligned`:
+// the tensors allow what the short history's kernel takes for granted; `ahead`: see fills_ahead.
 inline VerifyLayout choose_layout(const VerifyShape& shape, int tile, bool stream, bool aligned,
                                   int shared_bytes, bool ahead = false) {
     const int rows = verify_tile(tile, shape.state_bytes).rows;

@@ -9,8 +9,7 @@
 
 namespace treewy {
 
-// A group's own barrier, kGroupBarrier + group. Behind those of all groups come others,
-// StreamTypes.
+// A group's own barrier is kGroupBarrier + group; StreamTypes has the others.
 inline constexpr int kStreamGroups = 2;
 inline constexpr int kGroupBarrier = 1;
 
@@ -100,6 +99,19 @@ struct StreamTypes {
     }
 };
 
+// The stage of a group's next turn.
+template <typename Types>
+__device__ __forceinline__ int next_stage(int stage) {
+    return stage + (stage + Types::kGroups < Types::kStages ? Types::kGroups
+                                                            : Types::kGroups - Types::kStages);
+}
+
+// Waits until the stage of turn `i` has been read, if it was in use.
+template <typename Types>
+__device__ __forceinline__ void wait_free(int i, int stage, int group) {
+    if (i >= Types::kStages) sync_at<Types::kReadThreads>(Types::read_barrier(stage, group));
+}
+
 template <typename Types>
 __device__ __forceinline__ Shared place_stage(int stage) {
     constexpr VerifyLayout kLayout = Types::kStream.stage;
@@ -129,6 +141,10 @@ __device__ __forceinline__ void next_turn(const VerifyArgs& args, Turn& turn) {
     if (turn.block < args.turns.across) return;
     turn.block -= args.turns.across;
     ++turn.row;
+}
+
+__device__ __forceinline__ void skip_turns(const VerifyArgs& args, Turn& turn, int count) {
+    for (int i = 0; i < count; ++i) next_turn(args, turn);
 }
 
 template <typename Types>

@@ -130,30 +130,10 @@ __device__ __forceinline__ void raise_registers() {
     TREEWY_TO_48     \
     ", "             \
     "%24, %25, %26, %27, %28, %29, %30, %31"
-#define TREEWY_TO_80 \
-    TREEWY_TO_64     \
-    ", "             \
-    "%32, %33, %34, %35, %36, %37, %38, %39"
-#define TREEWY_TO_96 \
-    TREEWY_TO_80     \
-    ", "             \
-    "%40, %41, %42, %43, %44, %45, %46, %47"
-#define TREEWY_TO_112 \
-    TREEWY_TO_96      \
-    ", "              \
-    "%48, %49, %50, %51, %52, %53, %54, %55"
-#define TREEWY_TO_128 \
-    TREEWY_TO_112     \
-    ", "              \
-    "%56, %57, %58, %59, %60, %61, %62, %63"
 #define TREEWY_SUMS_16 TREEWY_SUMS(kFirst)
 #define TREEWY_SUMS_32 TREEWY_SUMS_16, TREEWY_SUMS(kFirst + 8)
 #define TREEWY_SUMS_48 TREEWY_SUMS_32, TREEWY_SUMS(kFirst + 16)
 #define TREEWY_SUMS_64 TREEWY_SUMS_48, TREEWY_SUMS(kFirst + 24)
-#define TREEWY_SUMS_80 TREEWY_SUMS_64, TREEWY_SUMS(kFirst + 32)
-#define TREEWY_SUMS_96 TREEWY_SUMS_80, TREEWY_SUMS(kFirst + 40)
-#define TREEWY_SUMS_112 TREEWY_SUMS_96, TREEWY_SUMS(kFirst + 48)
-#define TREEWY_SUMS_128 TREEWY_SUMS_112, TREEWY_SUMS(kFirst + 56)
 
 // `a` of the instruction is four registers, or a descriptor; the numbers are of its operands.
 #define TREEWY_ROWS_PRODUCT(count, a0, a1, a2, a3, columns, adds)                                \
@@ -185,15 +165,11 @@ __device__ __forceinline__ void raise_registers() {
 template <int kCount, bool kFresh, int kFirst = 0, int kSums>
 __device__ __forceinline__ void start_product(float (&d)[kSums], const uint32_t (&a)[4],
                                               uint64_t b) {
-    static_assert(kCount % 16 == 0 && kCount <= 128 && kFirst + kCount / 2 <= kSums);
+    static_assert(kCount % 16 == 0 && kCount <= 64 && kFirst + kCount / 2 <= kSums);
     TREEWY_ROWS_PRODUCT(16, 8, 9, 10, 11, 12, 13);
     TREEWY_ROWS_PRODUCT(32, 16, 17, 18, 19, 20, 21);
     TREEWY_ROWS_PRODUCT(48, 24, 25, 26, 27, 28, 29);
     TREEWY_ROWS_PRODUCT(64, 32, 33, 34, 35, 36, 37);
-    TREEWY_ROWS_PRODUCT(80, 40, 41, 42, 43, 44, 45);
-    TREEWY_ROWS_PRODUCT(96, 48, 49, 50, 51, 52, 53);
-    TREEWY_ROWS_PRODUCT(112, 56, 57, 58, 59, 60, 61);
-    TREEWY_ROWS_PRODUCT(128, 64, 65, 66, 67, 68, 69);
 }
 
 // The same of rows in shared memory, `a`: warp w of the four has sums of the rows 16 w ..
@@ -208,6 +184,15 @@ __device__ __forceinline__ void start_product(float (&d)[kSums], uint64_t a, uin
 
 #undef TREEWY_ROWS_PRODUCT
 #undef TREEWY_SHARED_PRODUCT
+#undef TREEWY_SUMS
+#undef TREEWY_TO_16
+#undef TREEWY_SUMS_16
+#undef TREEWY_TO_32
+#undef TREEWY_SUMS_32
+#undef TREEWY_TO_48
+#undef TREEWY_SUMS_48
+#undef TREEWY_TO_64
+#undef TREEWY_SUMS_64
 
 #endif  // TREEWY_ON_HOST
 
