@@ -179,6 +179,8 @@ def test_verify_by_blocks_whose_stages_are_filled_ahead(host, host_library, inde
             suite.check_verify_poison(host, case, (float("nan"), float("inf"))[index % 2])
             if case.nodes > 9:
                 suite.check_verify_of_odd_rows(host, case)
+            if case.nodes == 16:
+                suite.check_verify_huge_keys(host, case, 1e25)
     finally:
         host_library._library.host_cuda_set_multiprocessors(132)
 
@@ -235,7 +237,7 @@ def test_blocks_that_take_head_after_head_keep_to_what_a_row_may_hold(
             suite.check_verify_stashes(host, case)
 
 
-@pytest.mark.parametrize(("nodes", "state_dtype"), [(56, F32), (61, BF16)], ids=str)
+@pytest.mark.parametrize(("nodes", "state_dtype"), [(56, F32), (61, BF16), (64, F32)], ids=str)
 def test_verify_of_larger_trees_by_blocks_that_stay(host, host_library, nodes, state_dtype):
     """49 to 64 nodes, where products are those of warpgroups."""
     host_library._library.host_cuda_set_multiprocessors(2)

@@ -83,15 +83,42 @@ struct PairWeights {
         for (int term = 0; term < kTerms; ++term)
             *word(term, j, i, lane / 4, lane % 4) = terms[term];
     }
-    // (I - W)^-1 - I within each 8 nodes of a block, from `dense`.
-    __device__ __forceinline__ void invert(const float* dense, int lane) const {
+    // W within 8 nodes of a block, float [8, 8], before it is inverted: in the place of the first
+    // 8 rows of two planes.
+    __device__ __forceinline__ float* dense(int half) const {
+        return reinterpret_cast<float*>(at + half * kPlaneBytes);
+    }
+    // Row t of W of a node block, before it is inverted whole: 16 floats, in the place of two
+    // planes.
+    __device__ __forceinline__ float* dense_row(int t) const {
+        return reinterpret_cast<float*>(at + t / 8 * kPlaneBytes + t / 4 % 2 * 4 * kMatrix +
+                                        t % 4 * 64);
+    }
+    // (I - W)^-1 - I within each 8 nodes of a block, in place of W.
+    __device__ __forceinline__ void invert(int lane) const {
         const int half = lane / 8 % 2, column = lane % 8;
         float x[8];
-        invert_column(dense + half * 64, column, x);
+        invert_column(dense(half), column, x);
+        __syncwarp();
         if (lane >= 16) return;
-        store_column<kTerms>(x, [&](int term, int t) {
+        treewy::store_column<kTerms>(x, [&](int term, int t) {
             return reinterpret_cast<unsigned short*>(word(term, half, half, t, 0)) + column;
         });
+    }
+    // Column `column` of the 16 rows.
+    __device__ __forceinline__ void store_column(const float (&x)[kNodeBlock], int column) const {
+#pragma unroll
+        for (int t = 0; t < kNodeBlock; t += 2) {
+            uint32_t terms[kTerms];
+            split(x[t], x[t + 1], terms);
+#pragma unroll
+            for (int term = 0; term < kTerms; ++term) {
+                uint32_t* const words = word(term, t / 8, column / 8, t % 8, column % 8 / 2);
+                unsigned short* const to = reinterpret_cast<unsigned short*>(words) + column % 2;
+                to[0] = static_cast<unsigned short>(terms[term]);
+                to[kMatrix / 16] = static_cast<unsigned short>(terms[term] >> 16);
+            }
+        }
     }
     // Of a tile whose rows are the columns of e and whose nodes are those of d: its transpose.
     __device__ __forceinline__ void store_transposed(const Tile<1>& tile, int lane) const {

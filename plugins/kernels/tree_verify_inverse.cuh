@@ -10,6 +10,9 @@
 // (With a float32 state U = T R, as R is the sum of its terms there, and need not be kept beside.)
 // T and M are of N^2, know nothing of the state, and lie where W and C were. Products of
 // (I - beta k k^T) are contractions, so that no entry of T exceeds 1, nor one of M K^-1/2.
+//
+// With kThroughU there is no M, and o = S_0 part + C U; the tree is of one node block, and T is
+// made by substitution.
 #pragma once
 
 #include "tree_verify_columns.cuh"
@@ -129,10 +132,13 @@ __device__ __forceinline__ void store_pair(const Shared& shared, int h, int b,
     const PairWeights<Types> solving(shared, h / 2, b, 0), reading(shared, h / 2, b, 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (h == 2 * b + half) {
-            float* dense = shared.dense + 64 * h + 8 * (lane / 4) + 2 * (lane % 4);
+        if (Types::kThroughU) {
+            float* row = solving.dense_row(8 * h + lane / 4) + 8 * half + 2 * (lane % 4);
+            *reinterpret_cast<float2*>(row) = make_float2(pair.w[half][0], pair.w[half][1]);
+        } else if (h == 2 * b + half) {
+            float* dense = solving.dense(half) + 8 * (lane / 4) + 2 * (lane % 4);
             *reinterpret_cast<float2*>(dense) = make_float2(pair.w[half][0], pair.w[half][1]);
-        } else {
+        } else if (h > 2 * b) {
             solving.store(h % 2, half, pair.w[half][0], pair.w[half][1], lane);
         }
         reading.store(h % 2, half, pair.c[half][0], pair.c[half][1], lane);
@@ -165,6 +171,48 @@ __device__ __forceinline__ void subtract(Tile<1>& from, const Tile<1>& other) {
     for (int i = 0; i < 8; ++i) from.x[0][i / 4][i % 4] -= other.x[0][i / 4][i % 4];
 }
 
+// Column `column` of (I - W)^-1 - I of a node block: four rows at a time, of which each has what
+// the rows before these add before it waits for them.
+template <typename Types>
+__device__ __forceinline__ void invert_column(const PairWeights<Types>& own, int column,
+                                              float (&x)[kNodeBlock]) {
+#pragma unroll
+    for (int first = 0; first < kNodeBlock; first += 4) {
+        float sum[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) sum[r] = own.dense_row(first + r)[column];
+#pragma unroll
+        for (int i = 0; i <= first; i += 4) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const int t = first + r;
+                const float4 row = *reinterpret_cast<const float4*>(own.dense_row(t) + i);
+                if (i + 0 < t) sum[r] = fmaf(row.x, x[i], sum[r]);
+                if (i + 1 < t) sum[r] = fmaf(row.y, x[i + 1], sum[r]);
+                if (i + 2 < t) sum[r] = fmaf(row.z, x[i + 2], sum[r]);
+                if (i + 3 < t) sum[r] = fmaf(row.w, x[i + 3], sum[r]);
+                if (i == first) x[t] = t > column ? sum[r] : 0.0f;
+            }
+        }
+    }
+}
+
+// T of a tree of one node block in place of W, by a warp: by substitution, a column a lane.
+template <typename Types>
+__device__ __forceinline__ void invert_block(const Shared& shared, int lane) {
+    const PairWeights<Types> own(shared, 0, 0, 0);
+    const int column = lane % kNodeBlock;
+    float x[kNodeBlock];
+    invert_column(own, column, x);
+    __syncwarp();
+    if (lane >= kNodeBlock) return;
+    if (Types::kWholeInverse) {
+#pragma unroll
+        for (int t = 0; t < kNodeBlock; ++t) x[t] = t == column ? 1.0f : x[t];
+    }
+    own.store_column(x, column);
+}
+
 // The columns of node block e of T and M, by warp e of those that meet at `barrier`, in place of W
 // and C; warps beyond the last block have none.
 template <typename Types>
@@ -172,7 +220,7 @@ __device__ __forceinline__ void invert_tree(const Shared& shared, int nodes, int
                                             int barrier) {
     constexpr int kTerms = Types::kWeightTerms, kBlocks = Types::kNodeBlocks;
     constexpr bool kApart = Types::kSumApart;
-    if (e < kBlocks) PairWeights<Types>(shared, e, e, 0).invert(shared.dense + e * 128, lane);
+    if (e < kBlocks) PairWeights<Types>(shared, e, e, 0).invert(lane);
     sync_at<Types::kInvertThreads>(barrier);
     TileTerms<kTerms, 1> known[kBlocks];
 #pragma unroll

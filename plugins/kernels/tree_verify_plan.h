@@ -24,7 +24,6 @@ inline constexpr int kStreamShared = 227 * 1024;  // bytes of shared memory of i
 inline constexpr int kEightRows = 1024;           // bytes of 8 nodes' halves of keys in a stage
 inline constexpr int kMaxStages = 3;
 inline constexpr int kMaxStagesAhead = 4;  // where warps of their own fill them ahead
-inline constexpr int kMaxPlaces = 8;       // of the ring of parts
 
 // What the shared memory of a block depends on.
 struct VerifyShape {
@@ -206,14 +205,13 @@ inline constexpr VerifyLayout small_layout(const VerifyShape& shape, int rows, i
     return at;
 }
 
-// What a block that takes head after head has: parts of the state, then stages. Keys and queries
+// What a block that takes head after head has: the parts of a state, then stages. Keys and queries
 // of a stage come in two panels, a half of their elements each, in rows of 128 bytes: those of 8
 // keys, of the queries of the same nodes, of the next 8 keys.
 struct StreamLayout {
     VerifyLayout stage;  // from the stage's beginning
     int stage_bytes;
     int stages;
-    int places;  // of parts of the state, 128 rows each
     int first_stage;
     int total;
 };
@@ -230,7 +228,6 @@ inline constexpr VerifyLayout stage_layout(const VerifyShape& shape) {
     at.values = places.next(at.node_blocks * kNodeBlock * kStreamRows * shape.input_bytes);
     at.weights =
         places.next(group_pairs(at.group, at.node_blocks, 0) * 2 * shape.weight_terms * 512);
-    at.dense = places.next(at.group * 2 * 64 * 4);
     place_nodes(at, places);
     at.related = places.next(at.node_blocks * 4);
     at.not_finite = places.next(4);  // the number of nodes
@@ -238,19 +235,15 @@ inline constexpr VerifyLayout stage_layout(const VerifyShape& shape) {
     return at;
 }
 
-// Three stages (four where warps of their own fill them ahead) where they leave room for a state,
-// else two; whole states.
+// Three stages (four where warps of their own fill them ahead) where they leave room for the state,
+// else two. Room for more states would only delay the first (docs/kernels.md).
 inline constexpr StreamLayout stream_layout(const VerifyShape& shape, bool ahead = false) {
-    constexpr int kPlaceBytes = kStreamRows * kPartRowBytes;
     StreamLayout at{};
     at.stage = stage_layout(shape);
     at.stage_bytes = ceil_blocks(at.stage.total, kEightRows) * kEightRows;
-    const int parts = shape.key_dim * shape.state_bytes / kPartRowBytes;
+    at.first_stage = kStreamRows * shape.key_dim * shape.state_bytes;
     at.stages = ahead ? kMaxStagesAhead : kMaxStages;
-    if (kStreamShared - at.stages * at.stage_bytes < parts * kPlaceBytes) at.stages = 2;
-    const int room = (kStreamShared - at.stages * at.stage_bytes) / kPlaceBytes;
-    at.places = room > 0 ? (room < kMaxPlaces ? room : kMaxPlaces) / parts * parts : 0;
-    at.first_stage = at.places * kPlaceBytes;
+    if (at.first_stage + at.stages * at.stage_bytes > kStreamShared) at.stages = 2;
     at.total = at.first_stage + at.stages * at.stage_bytes;
     return at;
 }
@@ -268,7 +261,6 @@ inline constexpr bool streams(const VerifyShape& shape, int shared_bytes, bool w
     return shape.key_dim == 128 && shape.value_dim % kStreamRows == 0 && shape.input_bytes == 2 &&
            shape.history_capacity == 0 && shape.max_nodes > kNodeBlock / (ahead ? 2 : 1) &&
            shape.max_nodes <= (warpgroups ? kMaxStreamGroups : kMaxStream) * kNodeBlock &&
-           stream_layout(shape, ahead).places > 0 &&
            stream_layout(shape, ahead).total <= shared_bytes;
 }
 

@@ -17,10 +17,10 @@
 //
 // The groups take every other turn each. What they make of one lies in a stage, of which there are
 // two to four; a stage is filled, read by the rows' warps, and filled again, by the other group
-// where there are three. The state comes in parts of 128 bytes a row, in a ring that holds one
-// state or several: a warp copies its own 16 rows of a part into the place of the part that it has
-// just multiplied, so that nobody waits for anybody else there, and the memory is asked for the
-// next states while this one is worked on.
+// where there are three. The state comes in parts of 128 bytes a row: a warp copies its own 16 rows
+// of a part of the next state into the place of the part that it has just multiplied, so that
+// nobody waits for anybody else there, and the memory is asked for the next state while this one is
+// worked on.
 //
 // Nothing in the rows' work depends on the tree: pairs of node blocks without a path between them
 // have weights of zero. Branches there would keep the compiler from mixing what does not depend on

@@ -124,8 +124,12 @@ __device__ __forceinline__ void prepare_ahead(const VerifyArgs& args, const Grou
         const Shared shared = place_stage<Types>(stage);
         sync_at<Types::kReadyThreads>(Types::kReadyBarrier + stage);
         couple_turn<Types>(shared, at);
-        invert_tree<Types>(shared, *shared.nodes, at.warp, at.lane,
-                           Types::kInvertBarrier + at.group);
+        if constexpr (Types::kThroughU) {
+            if (at.warp == 0) invert_block<Types>(shared, at.lane);
+        } else {
+            invert_tree<Types>(shared, *shared.nodes, at.warp, at.lane,
+                               Types::kInvertBarrier + at.group);
+        }
         show_to_products();
         arrive_at<Types::kStageThreads>(Types::kFilledBarrier + stage);
         stage = next_stage<Types>(stage);

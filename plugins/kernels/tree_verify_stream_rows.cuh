@@ -22,7 +22,7 @@ struct StepRows {
     }
 };
 
-// The copies of a warp's rows of the state, as many turns ahead of its work as the ring holds.
+// The copies of a warp's rows of the state, a turn ahead of its work.
 template <typename Types>
 struct StateCopies {
     using State = typename Types::State;
@@ -61,7 +61,7 @@ struct StateCopies {
     }
     // Waits for a part.
     __device__ __forceinline__ void wait() const {
-        wait_copies<Types::kPlaces - 1>();
+        wait_copies<Types::kParts - 1>();
         __syncwarp();  // a warp reads what its own lanes copied
     }
     // Has one of a later turn copied to the place of one that has been read.
@@ -205,12 +205,10 @@ __device__ __forceinline__ void store_turn(const VerifyArgs& args, const VerifyW
     }
 }
 
-// R = beta (V - S_0 k) from the sums, as terms, and o's part of S_0 in its place. In place of R
-// stays what T - I is added to: R itself, or nothing where float32 counts.
+// R = beta (V - S_0 k) from the sums, and o's part of S_0, in their place.
 template <typename Types>
-__device__ __forceinline__ void finish_turn(
-    const Shared& shared, const VerifyWork& work, int warp, int lane, TurnSums<Types>& sums,
-    TileTerms<Types::kWeightTerms, 1> (&rhs)[Types::kNodeBlocks]) {
+__device__ __forceinline__ void finish_turn(const Shared& shared, const VerifyWork& work, int warp,
+                                            int lane, TurnSums<Types>& sums) {
 #pragma unroll
     for (int j = 0; j < Types::kHalves; ++j) {
         const Values<Types> values(shared.values, j / 2, warp);
@@ -227,19 +225,24 @@ __device__ __forceinline__ void finish_turn(
                 sums.at(j, 1, 2 * half + e) *= factor.query;
             }
         }
+    }
+}
+
+// R, or U, as terms; zeros of the other half of the last block.
+template <typename Types>
+__device__ __forceinline__ void split_turn(
+    TurnSums<Types>& sums, TileTerms<Types::kWeightTerms, 1> (&to)[Types::kNodeBlocks]) {
+#pragma unroll
+    for (int j = 0; j < 2 * Types::kNodeBlocks; ++j) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            uint32_t terms[Types::kWeightTerms];
-            split(sums.at(j, 0, 2 * half), sums.at(j, 0, 2 * half + 1), terms);
+            uint32_t terms[Types::kWeightTerms] = {};
+            if (j < Types::kHalves)
+                split(sums.at(j, 0, 2 * half), sums.at(j, 0, 2 * half + 1), terms);
 #pragma unroll
             for (int term = 0; term < Types::kWeightTerms; ++term)
-                rhs[j / 2].x[term][0][2 * (j % 2) + half] = terms[term];
+                to[j / 2].x[term][0][2 * (j % 2) + half] = terms[term];
         }
-    }
-    if constexpr (Types::kHalves % 2 != 0) {
-#pragma unroll
-        for (int i = 0; i < 2 * Types::kWeightTerms; ++i)
-            rhs[Types::kNodeBlocks - 1].x[i / 2][0][2 + i % 2] = 0;
     }
 }
 
@@ -271,6 +274,26 @@ __device__ __forceinline__ void apply_turn(
 #pragma unroll
         for (int term = 0; term <= order; ++term)
             start_apply<Types>(shared, term, order - term, rhs, sums);
+    }
+    close_products();
+    wait_products<0>();
+}
+
+// Of a tree of one node block: adds (T - I) R to R, or (`kKind` 1) C U to o's part of S_0.
+template <typename Types, int kKind>
+__device__ __forceinline__ void apply_one(const Shared& shared,
+                                          const TileTerms<Types::kWeightTerms, 1>& rhs,
+                                          TurnSums<Types>& sums) {
+    const unsigned char* weights = PairWeights<Types>(shared, 0, 0, kKind).at;
+    open_products();
+#pragma unroll
+    for (int order = Types::kWeightTerms - 1; order >= 0; --order) {
+#pragma unroll
+        for (int term = 0; term <= order; ++term) {
+            const int plane = (order - term) * PairWeights<Types>::kPlaneBytes;
+            start_product<kNodeBlock, false, 4 * kKind, 8>(
+                sums.x, rhs.x[term][0], describe<Columns::kEveryOtherMatrices>(weights + plane));
+        }
     }
     close_products();
     wait_products<0>();
@@ -312,18 +335,23 @@ __device__ __forceinline__ void apply_blocks(
 
 // U and o of a warp's rows at all nodes from the sums, in their place. Padded nodes have zeros as
 // long as all is finite; returns whether it is. What is not finite in R or T shows in o at every
-// node of its block: in T it has made a whole column of M = C T so. What is not finite in C alone
-// stays at its own node.
+// node of its block: in T it has made a whole column of M = C T so, or U, which C multiplies. What
+// is not finite in C alone stays at its own node.
 template <typename Types>
 __device__ __forceinline__ bool read_out(const Shared& shared, const VerifyWork& work, int warp,
                                          int lane, TurnSums<Types>& sums) {
     TileTerms<Types::kWeightTerms, 1> rhs[Types::kNodeBlocks];
-    finish_turn<Types>(shared, work, warp, lane, sums, rhs);
-    if constexpr (Types::kWholeInverse) {
+    finish_turn<Types>(shared, work, warp, lane, sums);
+    split_turn<Types>(sums, rhs);
+    if constexpr (Types::kWholeInverse) {  // the sum of the terms is R
 #pragma unroll
         for (int i = 0; i < 4 * Types::kHalves; ++i) sums.at(i / 4, 0, i % 4) = 0.0f;
     }
-    if (has_warpgroups()) {
+    if constexpr (Types::kThroughU) {
+        apply_one<Types, 0>(shared, rhs[0], sums);
+        split_turn<Types>(sums, rhs);
+        apply_one<Types, 1>(shared, rhs[0], sums);
+    } else if (has_warpgroups()) {
         apply_turn<Types>(shared, rhs, sums);
     } else {
         apply_blocks<Types>(shared, lane, rhs, sums);
@@ -367,7 +395,7 @@ __device__ __forceinline__ void multiply_turn(const Shared& shared, unsigned cha
         own.load(rows, 0, lane);
         multiply_part<Types>(shared, own, part, lane, sums);
         copies.replace(part, rows, lane);
-        rows += Types::kPlaceBytes;
+        rows += Types::kPartBytes;
     }
 }
 
@@ -395,7 +423,7 @@ __device__ __forceinline__ void start_turn(const Shared& shared, unsigned char* 
             }
         }
         copies.replace(part, rows, lane);
-        rows += Types::kPlaceBytes;
+        rows += Types::kPartBytes;
     }
     wait_products<0>();
 }
@@ -404,32 +432,29 @@ __device__ __forceinline__ void start_turn(const Shared& shared, unsigned char* 
 template <typename Types>
 __device__ __forceinline__ void verify_turns(const VerifyArgs& args, int warp, int lane) {
     raise_registers<Types::kRowRegisters>();
-    unsigned char* const ring = column_memory() + warp * Types::kWarpPartBytes;
+    unsigned char* const parts = column_memory() + warp * Types::kWarpPartBytes;
     StateCopies<Types> copies;
     copies.start(args);
-    for (int place = 0; place < Types::kPlaces; ++place) {
-        if (place % Types::kParts == 0) copies.enter(args, warp);
-        copies.copy(place % Types::kParts, ring + place * Types::kPlaceBytes, lane);
-    }
+    copies.enter(args, warp);
+    for (int part = 0; part < Types::kParts; ++part)
+        copies.copy(part, parts + part * Types::kPartBytes, lane);
     Turn turn = first_turn(args);
-    int place = 0, stage = 0;
+    int stage = 0;
     int next_group = Types::kStages % Types::kGroups;  // the one that fills the stage again
     for (int left = count_turns(args); left > 0; --left, next_turn(args, turn)) {
         copies.enter(args, warp);
         const Shared shared = place_stage<Types>(stage);
         sync_at<Types::kStageThreads>(Types::kFilledBarrier + stage);
         TurnSums<Types> sums;
-        unsigned char* const rows = ring + place * Types::kPlaceBytes;
         if constexpr (Types::kProducts) {
             if (has_warpgroups()) {
-                start_turn<Types>(shared, rows, lane, copies, sums);
+                start_turn<Types>(shared, parts, lane, copies, sums);
             } else {
-                multiply_turn<Types>(shared, rows, lane, copies, sums);
+                multiply_turn<Types>(shared, parts, lane, copies, sums);
             }
         } else {
-            multiply_turn<Types>(shared, rows, lane, copies, sums);
+            multiply_turn<Types>(shared, parts, lane, copies, sums);
         }
-        place = place + Types::kParts == Types::kPlaces ? 0 : place + Types::kParts;
         VerifyWork work = work_of<Types>(args, turn);
         work.nodes = *shared.nodes;
         const bool finite = read_out<Types>(shared, work, warp, lane, sums);

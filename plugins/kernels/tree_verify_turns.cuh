@@ -73,12 +73,11 @@ struct StreamTypes {
     static constexpr bool kSumApart = sizeof(State) == 4;
     // U = T R, R being the sum of its terms; else R and (T - I) R.
     static constexpr bool kWholeInverse = kSumApart;
-    static constexpr int kPlaces = kStream.places;
     static constexpr int kPartElements = kPartRowBytes / static_cast<int>(sizeof(State));
     static constexpr int kParts = kKeyDim / kPartElements;  // of a state
     static constexpr int kPartSteps = kPartElements / 16;   // of a part
     static constexpr int kWarpPartBytes = kWarpRows * kPartRowBytes;
-    static constexpr int kPlaceBytes = kWarps * kWarpPartBytes;
+    static constexpr int kPartBytes = kWarps * kWarpPartBytes;
     static constexpr int kMinBlocks = 1;
     // Of a thread, where products are those of warpgroups: as many as a launch has for all.
     static constexpr int kLaunchRegisters = 64 * 1024 / kThreads / 8 * 8;
@@ -90,8 +89,11 @@ struct StreamTypes {
                   kThreads * kLaunchRegisters);
     static constexpr bool kProducts = std::is_same_v<Input, __nv_bfloat16>;  // of warpgroups
     static constexpr bool kWideProducts = kAhead;
-    static constexpr bool kFits = kPlaces > 0;
-    static_assert(kStages >= kGroups && kGroupWarps >= kNodeBlocks && kPlaces % kParts == 0);
+    // o = S_0 part + C U, and no M, where the groups have the longer work; else o = S_0 part + M R
+    // beside U. Of one node block.
+    static constexpr bool kThroughU = kAhead && sizeof(State) == 4;
+    static constexpr bool kFits = kStream.total <= kStreamShared;
+    static_assert(kStages >= kGroups && kGroupWarps >= kNodeBlocks);
 
     // Where the stage has been read that `group` has next.
     static __device__ __forceinline__ int read_barrier(int stage, int group) {

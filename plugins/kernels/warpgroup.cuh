@@ -9,7 +9,7 @@
 //                  bytes at a multiple of that; a step of 16 elements is 32 bytes
 //     EveryOther   8 such rows, then the second 8 behind them, and so on
 //     Matrices     of 8 rows of 16 bytes: two beside each other, 128 bytes apart, are the step;
-//                  those of the next 8 rows come 256 bytes later
+//                  those of the next 8 rows come 256 bytes later, or (EveryOther) 512
 //
 // With other targets the same columns are read by ldmatrix, for mma.sync.
 #pragma once
@@ -18,7 +18,7 @@
 
 namespace treewy {
 
-enum class Columns { kSwapped, kEveryOther, kMatrices };
+enum class Columns { kSwapped, kEveryOther, kMatrices, kEveryOtherMatrices };
 
 inline constexpr int kSwappedRow = 128;  // bytes
 inline constexpr int kMatrix = 128;      // bytes of 8 rows of 16
@@ -44,10 +44,11 @@ __device__ __forceinline__ constexpr bool has_warpgroups() {
 // What says where 16 elements of rows or columns lie, from `at` in shared memory on.
 template <Columns kColumns>
 __device__ __forceinline__ uint64_t describe(const unsigned char* at) {
-    constexpr uint32_t kSwapped = kColumns != Columns::kMatrices;
+    constexpr uint32_t kSwapped = kColumns < Columns::kMatrices;
     constexpr uint32_t kAcross = kSwapped ? 1 : kMatrix / 16;
-    constexpr uint32_t kEach = kColumns == Columns::kEveryOther ? 2 : 1;
-    constexpr uint32_t kDown = (kSwapped ? kEach * 8 * kSwappedRow : 2 * kMatrix) / 16;
+    constexpr uint32_t kEach =
+        kColumns == Columns::kEveryOther || kColumns == Columns::kEveryOtherMatrices ? 2 : 1;
+    constexpr uint32_t kDown = kEach * (kSwapped ? 8 * kSwappedRow : 2 * kMatrix) / 16;
     const uint32_t low = shared_address(at) >> 4 | kAcross << 16;
     return uint64_t{kDown | kSwapped << 30} << 32 | low;
 }
@@ -113,27 +114,26 @@ __device__ __forceinline__ void raise_registers() {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// The sums of 16 columns, as operands of an instruction and in its text.
-#define TREEWY_SUMS(i)                                                                          \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-        "+f"(d[i + 6]), "+f"(d[i + 7])
-#define TREEWY_TO_16 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define TREEWY_TO_32 \
-    TREEWY_TO_16     \
-    ", "             \
-    "%8, %9, %10, %11, %12, %13, %14, %15"
-#define TREEWY_TO_48 \
-    TREEWY_TO_32     \
-    ", "             \
-    "%16, %17, %18, %19, %20, %21, %22, %23"
-#define TREEWY_TO_64 \
-    TREEWY_TO_48     \
-    ", "             \
-    "%24, %25, %26, %27, %28, %29, %30, %31"
-#define TREEWY_SUMS_16 TREEWY_SUMS(kFirst)
-#define TREEWY_SUMS_32 TREEWY_SUMS_16, TREEWY_SUMS(kFirst + 8)
-#define TREEWY_SUMS_48 TREEWY_SUMS_32, TREEWY_SUMS(kFirst + 16)
-#define TREEWY_SUMS_64 TREEWY_SUMS_48, TREEWY_SUMS(kFirst + 24)
+// The sums of 8 columns, as operands of an instruction and in its text.
+#define TREEWY_SUMS(j)                                                                             \
+    "+f"(d[kFirst + j * kStep]), "+f"(d[kFirst + j * kStep + 1]), "+f"(d[kFirst + j * kStep + 2]), \
+        "+f"(d[kFirst + j * kStep + 3])
+#define TREEWY_TO_8 "%0, %1, %2, %3"
+#define TREEWY_TO_16 TREEWY_TO_8 ", %4, %5, %6, %7"
+#define TREEWY_TO_24 TREEWY_TO_16 ", %8, %9, %10, %11"
+#define TREEWY_TO_32 TREEWY_TO_24 ", %12, %13, %14, %15"
+#define TREEWY_TO_40 TREEWY_TO_32 ", %16, %17, %18, %19"
+#define TREEWY_TO_48 TREEWY_TO_40 ", %20, %21, %22, %23"
+#define TREEWY_TO_56 TREEWY_TO_48 ", %24, %25, %26, %27"
+#define TREEWY_TO_64 TREEWY_TO_56 ", %28, %29, %30, %31"
+#define TREEWY_SUMS_8 TREEWY_SUMS(0)
+#define TREEWY_SUMS_16 TREEWY_SUMS_8, TREEWY_SUMS(1)
+#define TREEWY_SUMS_24 TREEWY_SUMS_16, TREEWY_SUMS(2)
+#define TREEWY_SUMS_32 TREEWY_SUMS_24, TREEWY_SUMS(3)
+#define TREEWY_SUMS_40 TREEWY_SUMS_32, TREEWY_SUMS(4)
+#define TREEWY_SUMS_48 TREEWY_SUMS_40, TREEWY_SUMS(5)
+#define TREEWY_SUMS_56 TREEWY_SUMS_48, TREEWY_SUMS(6)
+#define TREEWY_SUMS_64 TREEWY_SUMS_56, TREEWY_SUMS(7)
 
 // `a` of the instruction is four registers, or a descriptor; the numbers are of its operands.
 #define TREEWY_ROWS_PRODUCT(count, a0, a1, a2, a3, columns, adds)                                \
@@ -161,11 +161,11 @@ __device__ __forceinline__ void raise_registers() {
 #endif
 
 // d += A B, or d = A B (kFresh): 16 elements of the rows and of kCount columns, a multiple of 16.
-// Of columns 8 j .. a lane has d[kFirst + 4 j ..] as mma.sync would give it.
-template <int kCount, bool kFresh, int kFirst = 0, int kSums>
+// Of columns 8 j .. a lane has d[kFirst + j kStep ..] as mma.sync would give it.
+template <int kCount, bool kFresh, int kFirst = 0, int kStep = 4, int kSums>
 __device__ __forceinline__ void start_product(float (&d)[kSums], const uint32_t (&a)[4],
                                               uint64_t b) {
-    static_assert(kCount % 16 == 0 && kCount <= 64 && kFirst + kCount / 2 <= kSums);
+    static_assert(kCount % 16 == 0 && kCount <= 64 && kFirst + (kCount / 8 - 1) * kStep < kSums);
     TREEWY_ROWS_PRODUCT(16, 8, 9, 10, 11, 12, 13);
     TREEWY_ROWS_PRODUCT(32, 16, 17, 18, 19, 20, 21);
     TREEWY_ROWS_PRODUCT(48, 24, 25, 26, 27, 28, 29);
@@ -173,9 +173,9 @@ __device__ __forceinline__ void start_product(float (&d)[kSums], const uint32_t 
 }
 
 // The same of rows in shared memory, `a`: warp w of the four has sums of the rows 16 w ..
-template <int kCount, bool kFresh, int kFirst = 0, int kSums>
+template <int kCount, bool kFresh, int kFirst = 0, int kStep = 4, int kSums>
 __device__ __forceinline__ void start_product(float (&d)[kSums], uint64_t a, uint64_t b) {
-    static_assert(kCount % 16 == 0 && kCount <= 64 && kFirst + kCount / 2 <= kSums);
+    static_assert(kCount % 16 == 0 && kCount <= 64 && kFirst + (kCount / 8 - 1) * kStep < kSums);
     TREEWY_SHARED_PRODUCT(16, 8, 9, 10);
     TREEWY_SHARED_PRODUCT(32, 16, 17, 18);
     TREEWY_SHARED_PRODUCT(48, 24, 25, 26);
@@ -185,12 +185,20 @@ __device__ __forceinline__ void start_product(float (&d)[kSums], uint64_t a, uin
 #undef TREEWY_ROWS_PRODUCT
 #undef TREEWY_SHARED_PRODUCT
 #undef TREEWY_SUMS
+#undef TREEWY_TO_8
+#undef TREEWY_SUMS_8
 #undef TREEWY_TO_16
 #undef TREEWY_SUMS_16
+#undef TREEWY_TO_24
+#undef TREEWY_SUMS_24
 #undef TREEWY_TO_32
 #undef TREEWY_SUMS_32
+#undef TREEWY_TO_40
+#undef TREEWY_SUMS_40
 #undef TREEWY_TO_48
 #undef TREEWY_SUMS_48
+#undef TREEWY_TO_56
+#undef TREEWY_SUMS_56
 #undef TREEWY_TO_64
 #undef TREEWY_SUMS_64
 

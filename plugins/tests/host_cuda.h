@@ -73,6 +73,7 @@ struct Product {
     int first_row;       // of them, of this thread
     uint64_t columns;
     int count;
+    int step;  // of the sums, from 8 columns to the next
     bool fresh;
     int group;
 };
@@ -627,14 +628,15 @@ inline void land(const host_cuda::Product& landing) {
     }
     for (int i = 0; i < product.count / 2; ++i) {
         const int column = i / 4 * 8 + 2 * c + i % 2;
-        double total = product.fresh ? 0.0f : product.sums[i];
+        float& sum = product.sums[i / 4 * product.step + i % 4];
+        double total = product.fresh ? 0.0f : sum;
         for (int k = 0; k < 16; k += 2) {
             const uint32_t pair = described_word(product.columns, column, k / 8, k % 8 / 2);
             const float* row = product.rows[i / 2 % 2];
             total += static_cast<double>(row[k]) * host_cuda::bfloat16_half(&pair, 0);
             total += static_cast<double>(row[k + 1]) * host_cuda::bfloat16_half(&pair, 1);
         }
-        product.sums[i] = static_cast<float>(total);
+        sum = static_cast<float>(total);
     }
 }
 // Products of a thread land in order, those of all groups but the last kLater.
@@ -657,20 +659,20 @@ inline void begin_product(const host_cuda::Product& product) {
     fiber.products.clear();
 }
 // Of each warp by itself.
-template <int kCount, bool kFresh, int kFirst = 0, int kSums>
+template <int kCount, bool kFresh, int kFirst = 0, int kStep = 4, int kSums>
 void start_product(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b) {
-    static_assert(kFirst + kCount / 2 <= kSums);
+    static_assert(kFirst + (kCount / 8 - 1) * kStep < kSums);
     const int group = host_cuda::fiber().product_group;
-    host_cuda::Product product{d + kFirst, {}, false, 0, 0, b, kCount, kFresh, group};
+    host_cuda::Product product{d + kFirst, {}, false, 0, 0, b, kCount, kStep, kFresh, group};
     host_cuda::share_rows(a, product.rows);
     begin_product(product);
 }
-template <int kCount, bool kFresh, int kFirst = 0, int kSums>
+template <int kCount, bool kFresh, int kFirst = 0, int kStep = 4, int kSums>
 void start_product(float (&d)[kSums], uint64_t a, uint64_t b) {
-    static_assert(kFirst + kCount / 2 <= kSums);
+    static_assert(kFirst + (kCount / 8 - 1) * kStep < kSums);
     const int group = host_cuda::fiber().product_group;
     const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + host_cuda::lane() / 4;
-    begin_product({d + kFirst, {}, true, a, row, b, kCount, kFresh, group});
+    begin_product({d + kFirst, {}, true, a, row, b, kCount, kStep, kFresh, group});
 }
 
 template <typename Params>

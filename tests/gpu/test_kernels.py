@@ -88,7 +88,7 @@ def test_verify_by_the_inverse_of_the_whole_matrix(gpu, nodes, dtype):
 
 
 @pytest.mark.parametrize("state_dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("nodes", [12, 16, 21, 32, 40, 48, 56, 61])
+@pytest.mark.parametrize("nodes", [12, 16, 21, 32, 40, 48, 56, 61, 64])
 def test_verify_by_blocks_of_many_turns(gpu, nodes, state_dtype):
     """More turns a block than it has stages, on a GPU of up to 160 multiprocessors."""
     case = TreeCase(
