@@ -24,6 +24,7 @@
 
 #include "commit_entries.cuh"
 #include "fragment.cuh"
+#include "gpu.h"
 
 namespace treewy {
 namespace {
@@ -284,14 +285,11 @@ __global__ void __launch_bounds__(kCommitThreads, kStreamBlocks)
 treewy_status launch_stream(const char* name, const UpdateParams& update, treewy_stream stream) {
     const treewy_state_pool& pool = update.commit.state;
     const int batch = update.commit.tree.batch;
-    int device = 0, multiprocessors = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess) {
-        status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    }
-    if (status != cudaSuccess) return fail_cuda(name, status);
+    Gpu gpu;
+    const treewy_status status = find_gpu(name, &gpu);
+    if (status != TREEWY_OK) return status;
     StreamParams p{update, pool.value_heads / pool.key_heads, 0};
-    p.first_blocks = static_cast<unsigned>(kStreamBlocks * multiprocessors);
+    p.first_blocks = static_cast<unsigned>(kStreamBlocks * gpu.multiprocessors);
     // One round of blocks that all have as many heads, or several rounds.
     const int64_t share = ceil_div(int64_t{pool.layers} * pool.value_heads * batch, p.first_blocks);
     const int64_t heads = share < kStreamHeads ? share : kStreamHeads;

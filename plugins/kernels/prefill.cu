@@ -11,6 +11,7 @@
 // This file checks a call and chooses its kernel: prefill_chunks.cuh on tensor cores for what
 // prefill_plan.h says, prefill_general.cuh for the rest.
 
+#include "gpu.h"
 #include "prefill_general.cuh"
 #include "prefill_launch.h"
 
@@ -63,16 +64,9 @@ bool suits_chunks(const treewy_prefill_params& p) {
 }
 
 treewy_status plan_prefill(const char* name, const treewy_prefill_params& p, PrefillPlan* plan) {
-    int device = 0, multiprocessors = 0, shared_bytes = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess) {
-        status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    }
-    if (status == cudaSuccess) {
-        status =
-            cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    }
-    if (status != cudaSuccess) return fail_cuda(name, status);
+    Gpu gpu;
+    const treewy_status status = find_gpu(name, &gpu);
+    if (status != TREEWY_OK) return status;
     const PrefillShape shape{p.state.key_dim,
                              p.state.value_dim,
                              p.dtype == TREEWY_FLOAT32   ? 3
@@ -81,7 +75,7 @@ treewy_status plan_prefill(const char* name, const treewy_prefill_params& p, Pre
                              dtype_bytes(p.state.dtype),
                              int64_t{p.packed.batch} * p.state.value_heads,
                              p.packed.tokens / p.packed.batch};
-    *plan = choose_prefill(shape, suits_chunks(p), multiprocessors, shared_bytes);
+    *plan = choose_prefill(shape, suits_chunks(p), gpu.multiprocessors, gpu.shared_bytes);
     return TREEWY_OK;
 }
 

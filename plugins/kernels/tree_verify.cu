@@ -2,6 +2,7 @@
 //
 // Launcher of tree verification: what a call must fulfil, and which kernel it gets.
 
+#include "gpu.h"
 #include "tree_verify_launch.h"
 
 namespace treewy {
@@ -177,34 +178,11 @@ treewy_status check(const treewy_tree_verify_params& p) {
     return status;
 }
 
-struct Device {
-    int major;  // of its compute capability
-    int multiprocessors;
-    int shared_bytes;  // that a block may have
-};
-
-treewy_status find_device(Device* device) {
-    int index = 0;
-    cudaError_t status = cudaGetDevice(&index);
-    if (status == cudaSuccess) {
-        status =
-            cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, index);
-    }
-    if (status == cudaSuccess) {
-        status = cudaDeviceGetAttribute(&device->major, cudaDevAttrComputeCapabilityMajor, index);
-    }
-    if (status == cudaSuccess) {
-        status = cudaDeviceGetAttribute(&device->shared_bytes,
-                                        cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-    }
-    return status == cudaSuccess ? TREEWY_OK : fail_cuda(kName, status);
-}
-
 treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stream) {
     treewy_status status = check(p);
     if (status != TREEWY_OK || p.tree.batch == 0 || p.tree.max_nodes == 0) return status;
-    Device device;
-    status = find_device(&device);
+    Gpu gpu;
+    status = find_gpu(kName, &gpu);
     if (status != TREEWY_OK) return status;
 
     const int state_bytes = dtype_bytes(p.state.dtype), input_bytes = dtype_bytes(p.dtype);
@@ -220,31 +198,31 @@ treewy_status tree_verify(const treewy_tree_verify_params& p, treewy_stream stre
                             dtype_bytes(p.history.u_dtype),
                             dtype_bytes(p.history.k_dtype)};
     int tile = p.tile;
-    const bool warpgroups = device.major == 9 && p.dtype == TREEWY_BFLOAT16;
-    bool stays = streams(shape, device.shared_bytes, warpgroups) && all_aligned(p, kWide);
+    const bool warpgroups = gpu.major == 9 && p.dtype == TREEWY_BFLOAT16;
+    bool stays = streams(shape, gpu.shared_bytes, warpgroups) && all_aligned(p, kWide);
     if (tile == TREEWY_VERIFY_AUTO) {
-        stays = stays && enough_turns(shape, heads, device.multiprocessors);
-        tile = choose_tile(shape, terms, stays, heads, device.multiprocessors);
+        stays = stays && enough_turns(shape, heads, gpu.multiprocessors);
+        tile = choose_tile(shape, terms, stays, heads, gpu.multiprocessors);
     } else if (!tile_exists(tile, p.state.value_dim, terms)) {
         return fail(TREEWY_UNSUPPORTED, "%s: tile %d is not for value_dim %d and dtype %d", kName,
                     tile, p.state.value_dim, p.dtype);
     }
     // The only one for what is not aligned.
     if (!all_aligned(p, tile)) tile = TREEWY_VERIFY_ROWS_64;
-    VerifyLayout layout = choose_layout(shape, tile, stays, all_aligned(p, tile),
-                                        device.shared_bytes, fills_ahead(shape, warpgroups));
-    if (layout.total > device.shared_bytes && p.tile == TREEWY_VERIFY_AUTO) {
+    VerifyLayout layout = choose_layout(shape, tile, stays, all_aligned(p, tile), gpu.shared_bytes,
+                                        fills_ahead(shape, warpgroups));
+    if (layout.total > gpu.shared_bytes && p.tile == TREEWY_VERIFY_AUTO) {
         tile = TREEWY_VERIFY_ROWS_64;
-        layout = choose_layout(shape, tile, stays, all_aligned(p, tile), device.shared_bytes);
+        layout = choose_layout(shape, tile, stays, all_aligned(p, tile), gpu.shared_bytes);
     }
-    if (layout.total > device.shared_bytes) {
+    if (layout.total > gpu.shared_bytes) {
         return fail(
             TREEWY_UNSUPPORTED,
             "%s: max_nodes %d with key_dim %d takes %d bytes of shared memory a block, this GPU "
             "has %d: lower max_nodes or the history's capacity, or use 16-bit types",
-            kName, p.tree.max_nodes, p.state.key_dim, layout.total, device.shared_bytes);
+            kName, p.tree.max_nodes, p.state.key_dim, layout.total, gpu.shared_bytes);
     }
-    const VerifyPlan plan{tile, layout, device.multiprocessors};
+    const VerifyPlan plan{tile, layout, gpu.multiprocessors};
     switch (p.dtype) {
         case TREEWY_FLOAT32:
             return verify_float32(p, plan, stream);

@@ -279,7 +279,7 @@ __device__ __forceinline__ void apply_turn(
     wait_products<0>();
 }
 
-// Of a tree of one node block: adds (T - I) R to R, or (`kKind` 1) C U to o's part of S_0.
+// Of a tree of one node block: adds T R, or (`kKind` 1) C U, to the sums of U, or of o.
 template <typename Types, int kKind>
 __device__ __forceinline__ void apply_one(const Shared& shared,
                                           const TileTerms<Types::kWeightTerms, 1>& rhs,

@@ -89,8 +89,8 @@ struct StreamTypes {
                   kThreads * kLaunchRegisters);
     static constexpr bool kProducts = std::is_same_v<Input, __nv_bfloat16>;  // of warpgroups
     static constexpr bool kWideProducts = kAhead;
-    // o = S_0 part + C U, and no M, where the groups have the longer work; else o = S_0 part + M R
-    // beside U. Of one node block.
+    // o = S_0 part + C U, and no M, where the groups have the longer work (of one node block); else
+    // o = S_0 part + M R beside U.
     static constexpr bool kThroughU = kAhead && sizeof(State) == 4;
     static constexpr bool kFits = kStream.total <= kStreamShared;
     static_assert(kStages >= kGroups && kGroupWarps >= kNodeBlocks);
