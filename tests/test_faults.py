@@ -285,7 +285,10 @@ def test_a_server_under_failures(seed, llm, texts, monkeypatch):
         port = int(local.url.rpartition(":")[2])
 
         async def main():
-            return await asyncio.gather(*(one_answer(port, whole, choice) for _ in range(40)))
+            found = []
+            while "whole" not in found and len(found) < 400:  # one in ten is, by chance
+                found += await asyncio.gather(*(one_answer(port, whole, choice) for _ in range(40)))
+            return found
 
         with faults.thrown_in():
             found = within(60, main())
