@@ -236,7 +236,7 @@ inline constexpr VerifyLayout stage_layout(const VerifyShape& shape) {
 }
 
 // Three stages (four where warps of their own fill them ahead) where they leave room for the state,
-// else two. Room for more states would only delay the first (docs/kernels.md).
+// else two. With room for more states it is slower (docs/kernels.md).
 inline constexpr StreamLayout stream_layout(const VerifyShape& shape, bool ahead = false) {
     StreamLayout at{};
     at.stage = stage_layout(shape);
