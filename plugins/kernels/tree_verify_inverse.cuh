@@ -206,10 +206,8 @@ __device__ __forceinline__ void invert_block(const Shared& shared, int lane) {
     invert_column(own, column, x);
     __syncwarp();
     if (lane >= kNodeBlock) return;
-    if (Types::kWholeInverse) {
 #pragma unroll
-        for (int t = 0; t < kNodeBlock; ++t) x[t] = t == column ? 1.0f : x[t];
-    }
+    for (int t = 0; t < kNodeBlock; ++t) x[t] = t == column ? 1.0f : x[t];
     own.store_column(x, column);
 }
 

@@ -92,6 +92,7 @@ struct StreamTypes {
     // o = S_0 part + C U, and no M, where the groups have the longer work (of one node block); else
     // o = S_0 part + M R beside U.
     static constexpr bool kThroughU = kAhead && sizeof(State) == 4;
+    static_assert(!kThroughU || (kWholeInverse && kNodeBlocks == 1));
     static constexpr bool kFits = kStream.total <= kStreamShared;
     static_assert(kStages >= kGroups && kGroupWarps >= kNodeBlocks);
 
